@@ -1,0 +1,66 @@
+# `make` alone lists the targets. Every target sets up its own environment first.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+# Data sets too large to ship: used when they lie beside the repository and no other place is named.
+ifndef NUMPYRO_FED_DATA
+ifneq ($(wildcard ../shared/data/.),)
+export NUMPYRO_FED_DATA := $(abspath ../shared/data)
+endif
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help env test lint types tests doctests demo bench docs format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+env: $(STAMP)  ## create .venv with the locked versions and this package in it
+
+$(STAMP): requirements.lock pyproject.toml
+	@test -x $(RUN) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make env PYTHON=python3.11")'
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test: lint types tests doctests  ## everything that must pass
+
+lint: $(STAMP)  ## style and common mistakes
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+types: $(STAMP)  ## static types
+	$(RUN) -m mypy
+
+# ArviZ notes once a day that it has warned; two workers doing so at once could collide, so one goes first.
+FIRST_IMPORT := $(RUN) -W ignore -c 'import arviz'
+
+tests: $(STAMP)  ## the test suite, slow tests too
+	@$(FIRST_IMPORT)
+	$(RUN) -m pytest -n 2 --dist worksteal tests
+
+# On their own: the doctests run in the plain settings of a user, the tests in strict ones.
+doctests: $(STAMP)  ## the examples in the docstrings
+	@$(FIRST_IMPORT)
+	$(RUN) -m pytest -n 2 --dist worksteal --doctest-modules numpyro_fed
+
+demo: $(STAMP)  ## the six cities example, from data to comparison
+	$(RUN) examples/six_cities.py
+
+bench: $(STAMP)  ## time the methods
+	$(RUN) -m benchmarks.speed
+
+docs: $(STAMP)  ## build the documentation into docs/_build/html
+	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
+
+format: $(STAMP)  ## rewrite the code in the common style
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build dist out docs/_build .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

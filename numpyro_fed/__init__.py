@@ -1,0 +1,1 @@
+"""Federated Bayesian inference on NumPyro."""

@@ -1,0 +1,78 @@
+"""What engines share: the silos' stacked data, keys from names, and the size of what crosses."""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
+from numpyro_fed.engines import wire
+from numpyro_fed.padding import Bucket, SiloData
+from numpyro_fed.tracing import digest
+
+SERVER = digest("\0server")  # no silo can have this name's key: names come from users, who do not type NUL
+START = digest("\0start")
+
+
+class Stack(NamedTuple):
+    """All silos' data, in buckets, and what they share."""
+
+    names: tuple[str, ...]
+    buckets: tuple[Bucket, ...]
+    shared: tuple[Any, ...]
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Bucket and position of a silo."""
+        for b, bucket in enumerate(self.buckets):
+            if name in bucket.names:
+                return b, bucket.names.index(name)
+        raise KeyError(name)
+
+    def data(self, name: str) -> SiloData:
+        """One silo's data, padded as in its bucket."""
+        b, position = self.place(name)
+        args, mask = jax.tree.map(lambda leaf: leaf[position], (self.buckets[b].args, self.buckets[b].mask))
+        return SiloData(args, mask, self.shared)
+
+
+class Traffic(NamedTuple):
+    """Bytes that one silo sends and receives in one round."""
+
+    up: int
+    down: int
+
+
+class Engine(Protocol):
+    """Runs a FederatedAlgorithm. Silo states are a tuple over buckets, stacked; they never leave the engine but in a Fit."""
+
+    def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]: ...
+
+    def rounds(
+        self, algorithm: FederatedAlgorithm, key: Any, stack: Stack, server: Any, silos: tuple, first: int, cohorts: Any, count: int
+    ) -> tuple[Any, tuple, dict[str, np.ndarray]]: ...
+
+
+def silo_keys(key: Any, identities: Any) -> Any:
+    return jax.vmap(lambda identity: jax.random.fold_in(key, identity))(identities)
+
+
+def identities(names: tuple[str, ...]) -> np.ndarray:
+    return np.array([digest(name) for name in names], np.uint32)
+
+
+def sent_to(broadcast: Broadcast, j: Any) -> Broadcast:
+    """What silo j receives: the common part and its own slice."""
+    return Broadcast(broadcast.common, jax.tree.map(lambda leaf: leaf[j], broadcast.each))
+
+
+def traffic(algorithm: FederatedAlgorithm, server: Any, silo: Any, data: SiloData) -> Traffic:
+    """The exact length of one silo's encoded message and broadcast, from shapes alone."""
+    key = jax.random.key(0)
+    broadcast = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key, s), 0), server)
+    message, _ = jax.eval_shape(algorithm.silo_step, key, broadcast, silo, data)
+    return Traffic(wire.num_bytes(message), wire.num_bytes(broadcast))
+
+
+def stacked(trees: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

@@ -1,0 +1,96 @@
+"""The plain engine: one silo at a time, everything that crosses goes through bytes.
+
+Slow and simple: the reference for :class:`~numpyro_fed.engines.Vmap`, and the place to set a breakpoint (under
+``jax.disable_jit()``).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
+from numpyro_fed.engines import wire
+from numpyro_fed.engines.base import SERVER, START, Stack, sent_to, stacked
+from numpyro_fed.tracing import digest
+
+
+@dataclass(frozen=True)
+class Loopback:
+    """Silos in a Python loop, every message and broadcast encoded and decoded as over a network."""
+
+    def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
+        key = jax.random.fold_in(key, START)
+        server_key = jax.random.fold_in(key, SERVER)
+        server = _init(algorithm, server_key)
+        broadcast = _broadcast(algorithm, server_key, server)
+        states = []
+        for bucket in stack.buckets:
+            found = []
+            for name in bucket.names:
+                received, _ = _through_wire(sent_to(broadcast, stack.names.index(name)))
+                found.append(_init_silo(algorithm, jax.random.fold_in(key, digest(name)), received, stack.data(name)))
+            states.append(stacked(found))
+        return server, tuple(states)
+
+    def rounds(
+        self, algorithm: FederatedAlgorithm, key: Any, stack: Stack, server: Any, silos: tuple, first: int, cohorts: Any, count: int
+    ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
+        rows = []
+        data = {name: stack.data(name) for name in stack.names}
+        for i in range(count):
+            round_key = jax.random.fold_in(key, first + i)
+            server_key = jax.random.fold_in(round_key, SERVER)
+            broadcast = _broadcast(algorithm, server_key, server)
+            cohort = np.arange(len(stack.names)) if cohorts is None else np.asarray(cohorts[i])
+            messages, up, down = [], 0, 0
+            for j in cohort.tolist():
+                name = stack.names[j]
+                b, at = stack.place(name)
+                received, size = _through_wire(sent_to(broadcast, j))
+                down += size
+                state = jax.tree.map(lambda leaf, at=at: leaf[at], silos[b])
+                key_j = jax.random.fold_in(round_key, digest(name))
+                message, state = _silo_step(algorithm, key_j, received, state, data[name])
+                message, size = _through_wire(message)
+                up += size
+                messages.append(message)
+                moved = jax.tree.map(lambda leaf, new, at=at: leaf.at[at].set(new), silos[b], state)
+                silos = (*silos[:b], moved, *silos[b + 1 :])
+            server, info = _server_step(algorithm, server_key, server, stacked(messages), jnp.asarray(cohort), len(stack.names))
+            rows.append({**info, "bytes_up": up, "bytes_down": down})
+        return server, silos, {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {}
+
+
+def _through_wire(tree: Any) -> tuple[Any, int]:
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), tree)
+    encoded = wire.encode(tree)
+    return wire.decode(encoded, like), len(encoded)
+
+
+@partial(jax.jit, static_argnums=0)
+def _init(algorithm: FederatedAlgorithm, key: Any) -> Any:
+    return algorithm.init(key)
+
+
+@partial(jax.jit, static_argnums=0)
+def _init_silo(algorithm: FederatedAlgorithm, key: Any, broadcast: Any, data: Any) -> Any:
+    return algorithm.init_silo(key, broadcast, data)
+
+
+@partial(jax.jit, static_argnums=0)
+def _broadcast(algorithm: FederatedAlgorithm, key: Any, server: Any) -> Any:
+    return algorithm.broadcast(key, server)
+
+
+@partial(jax.jit, static_argnums=0)
+def _silo_step(algorithm: FederatedAlgorithm, key: Any, broadcast: Any, state: Any, data: Any) -> Any:
+    return algorithm.silo_step(key, broadcast, state, data)
+
+
+@partial(jax.jit, static_argnums=(0, 5))
+def _server_step(algorithm: FederatedAlgorithm, key: Any, server: Any, messages: Any, index: Any, num_silos: int) -> Any:
+    return algorithm.server_step(key, server, algorithm.aggregate(messages, Cohort(index, num_silos)))

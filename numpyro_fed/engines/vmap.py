@@ -1,0 +1,138 @@
+"""The fast engine: rounds scanned, silos vmapped, one compiled program.
+
+Law: equals :class:`~numpyro_fed.engines.Loopback` up to float rounding.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
+from numpyro_fed.engines.base import SERVER, START, Stack, identities, sent_to, silo_keys
+from numpyro_fed.padding import SiloData
+
+CHUNK = 512  # rounds between two looks of the host: progress, stopping, interruption
+
+
+@dataclass(frozen=True)
+class Vmap:
+    """All silos of a bucket in one vmapped step; rounds run in a compiled loop. The default."""
+
+    def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
+        return _start(algorithm, stack.names, _bucket_names(stack), key, _arrays(stack), stack.shared)
+
+    def rounds(
+        self, algorithm: FederatedAlgorithm, key: Any, stack: Stack, server: Any, silos: tuple, first: int, cohorts: Any, count: int
+    ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
+        if cohorts is not None and len(cohorts) < CHUNK:
+            cohorts = np.concatenate([cohorts, np.repeat(cohorts[-1:], CHUNK - len(cohorts), axis=0)])
+        server, silos, info = _rounds(
+            algorithm, stack.names, _bucket_names(stack), key, _arrays(stack), stack.shared, server, silos, first, cohorts, count
+        )
+        return server, silos, {name: np.asarray(rows)[:count] for name, rows in info.items()}
+
+
+def _bucket_names(stack: Stack) -> tuple[tuple[str, ...], ...]:
+    return tuple(bucket.names for bucket in stack.buckets)
+
+
+def _arrays(stack: Stack) -> tuple:
+    return tuple((bucket.args, bucket.mask) for bucket in stack.buckets)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _start(algorithm: FederatedAlgorithm, names: tuple, bucket_names: tuple, key: Any, arrays: tuple, shared: Any) -> tuple[Any, tuple]:
+    key = jax.random.fold_in(key, START)
+    server = algorithm.init(jax.random.fold_in(key, SERVER))
+    broadcast = algorithm.broadcast(jax.random.fold_in(key, SERVER), server)
+    states = []
+    for bucket, (args, mask) in zip(bucket_names, arrays, strict=True):
+        where = np.array([names.index(name) for name in bucket])
+
+        def init(key: Any, j: Any, args: Any, mask: Any) -> Any:
+            return algorithm.init_silo(key, sent_to(broadcast, j), SiloData(args, mask, shared))
+
+        states.append(jax.vmap(init)(silo_keys(key, identities(bucket)), where, args, mask))
+    return server, tuple(states)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _rounds(
+    algorithm: FederatedAlgorithm,
+    names: tuple,
+    bucket_names: tuple,
+    key: Any,
+    arrays: tuple,
+    shared: Any,
+    server: Any,
+    silos: tuple,
+    first: Any,
+    cohorts: Any,
+    count: Any,
+) -> tuple[Any, tuple, dict]:
+    places = [np.array([names.index(name) for name in bucket]) for bucket in bucket_names]
+
+    def step(key: Any, broadcast: Any, j: Any, state: Any, args: Any, mask: Any) -> tuple[Any, Any]:
+        return algorithm.silo_step(key, sent_to(broadcast, j), state, SiloData(args, mask, shared))
+
+    batched = jax.vmap(step, in_axes=(0, None, 0, 0, 0, 0))
+
+    def everyone(key: Any, broadcast: Any, silos: tuple) -> tuple[Any, tuple, Any]:
+        messages, states = [], []
+        for bucket, place, state, (args, mask) in zip(bucket_names, places, silos, arrays, strict=True):
+            message, state = batched(silo_keys(key, identities(bucket)), broadcast, place, state, args, mask)
+            messages.append(message)
+            states.append(state)
+        if len(messages) == 1 and np.array_equal(places[0], np.arange(len(names))):
+            return messages[0], tuple(states), np.arange(len(names))
+        order = np.argsort(np.concatenate(places))
+        together = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *messages)
+        return together, tuple(states), np.arange(len(names))
+
+    def some(key: Any, broadcast: Any, silos: tuple, cohort: Any) -> tuple[Any, tuple, Any]:
+        """Only the cohort's silos are computed: each bucket has a slot for every member it may have this round."""
+        size = cohort.shape[0]
+        together, states = None, []
+        for bucket, place, state, (args, mask) in zip(bucket_names, places, silos, arrays, strict=True):
+            position = np.full(len(names), len(bucket))  # of a silo in this bucket; the end if it is elsewhere
+            position[place] = np.arange(len(bucket))
+            slots = min(size, len(bucket))
+            inside = jnp.asarray(position)[cohort]
+            order = jnp.argsort(inside >= len(bucket), stable=True)[:slots]
+            at = inside[order]
+            gather = lambda leaf, at=at, n=len(bucket): leaf[jnp.minimum(at, n - 1)]  # noqa: E731
+            ids, js = gather(jnp.asarray(identities(bucket))), gather(jnp.asarray(place))
+            state_in, args_in, mask_in = jax.tree.map(gather, (state, args, mask))
+            message, new = batched(silo_keys(key, ids), broadcast, js, state_in, args_in, mask_in)
+            states.append(jax.tree.map(lambda old, rows, at=at: old.at[at].set(rows, mode="drop"), state, new))
+            target = jnp.where(at < len(bucket), order, size)
+            if together is None:
+                together = jax.tree.map(lambda leaf: jnp.zeros((size, *leaf.shape[1:]), leaf.dtype), message)
+            together = jax.tree.map(lambda all_, rows, t=target: all_.at[t].set(rows, mode="drop"), together, message)
+        return together, tuple(states), cohort
+
+    def one_round(i: Any, server: Any, silos: tuple) -> tuple[Any, tuple, dict]:
+        round_key = jax.random.fold_in(key, first + i)
+        server_key = jax.random.fold_in(round_key, SERVER)
+        broadcast = algorithm.broadcast(server_key, server)
+        if cohorts is None:
+            messages, silos, index = everyone(round_key, broadcast, silos)
+        else:
+            messages, silos, index = some(round_key, broadcast, silos, cohorts[i])
+        aggregate = algorithm.aggregate(messages, Cohort(index, len(names)))
+        server, info = algorithm.server_step(server_key, server, aggregate)
+        return server, silos, info
+
+    shapes = jax.eval_shape(one_round, 0, server, silos)[2]
+    history = jax.tree.map(lambda leaf: jnp.zeros((CHUNK, *leaf.shape), leaf.dtype), shapes)
+
+    def body(i: Any, carry: tuple) -> tuple:
+        server, silos, history = carry
+        server, silos, info = one_round(i, server, silos)
+        return server, silos, jax.tree.map(lambda rows, row: rows.at[i].set(row), history, info)
+
+    return jax.lax.fori_loop(0, count, body, (server, silos, history))

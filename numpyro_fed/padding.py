@@ -1,0 +1,184 @@
+"""Ragged silos, stacked.
+
+Every own axis is padded by repeating its last valid row (zeros can make infinite log densities, whose masked gradients
+are NaN) and carries a mask. Very unequal silos go into a few buckets, so that padding never more than doubles the rows.
+
+A silo's data in a compiled program are a :class:`SiloData`; the ints among the model's arguments are read off its
+shapes, so a program serves every silo of its bucket.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.partition import Axis, Partition
+from numpyro_fed.silos import Silos, leaves
+
+PADDING = 2.0  # rows after padding, at most this many times the rows before
+
+
+class SiloData(NamedTuple):
+    """One silo's arguments, padded: what the silo's functions are called with."""
+
+    args: tuple[Any, ...]  # the silo's own arrays, in the order of CallSpec.own
+    mask: dict[str, Any]  # {axis: which rows are real}
+    shared: tuple[Any, ...]  # arrays that are the same everywhere
+
+
+class Leaf(NamedTuple):
+    """One leaf of the model's arguments: an int (its value, or the axis it counts) or an array (dtype and shape)."""
+
+    path: str
+    value: int | None
+    axis: str | None
+    dtype: str | None
+    shape: tuple[int, ...] | None
+
+
+class CallSpec(NamedTuple):
+    """How to call the model from a SiloData: the arguments' structure, and which of them are sizes."""
+
+    own: tuple[Leaf, ...]
+    own_structure: Any
+    shared: tuple[Leaf, ...]
+    shared_structure: Any
+    example: dict[str, int]  # the smallest silo's axis lengths: shapes for tracing without data
+
+    def kwargs(self, data: SiloData) -> dict[str, Any]:
+        """The model's arguments as this silo calls it."""
+        args, shared = iter(data.args), iter(data.shared)
+        own = [
+            next(args) if leaf.dtype is not None else leaf.value if leaf.axis is None else data.mask[leaf.axis].shape[0]
+            for leaf in self.own
+        ]
+        common = [next(shared) if leaf.dtype is not None else leaf.value for leaf in self.shared]
+        return jax.tree.unflatten(self.own_structure, own) | jax.tree.unflatten(self.shared_structure, common)
+
+    def dummy(self) -> SiloData:
+        """Data of the right shapes and no content, for terms that do not depend on data."""
+        lengths = self.example
+        args = tuple(
+            jnp.zeros((lengths[leaf.axis], *leaf.shape[1:]) if leaf.axis else leaf.shape, leaf.dtype)
+            for leaf in self.own
+            if leaf.dtype is not None and leaf.shape is not None
+        )
+        return SiloData(args, {axis: jnp.ones(n, bool) for axis, n in lengths.items()}, ())
+
+
+def call_spec(silos: Silos, partition: Partition) -> CallSpec:
+    axis_of = {path: axis.name for axis in partition.axes for path in axis.arguments}
+    smallest = min(silos.names, key=lambda name: sum(axis.lengths[name] for axis in partition.axes))
+
+    def spec(path: str, leaf: Any, axis: str | None) -> Leaf:
+        if isinstance(leaf, int):
+            return Leaf(path, leaf, axis, None, None)
+        return Leaf(path, None, axis, str(jax.dtypes.canonicalize_dtype(leaf.dtype)), tuple(leaf.shape))
+
+    own, shared = silos.own(smallest), silos.shared
+    return CallSpec(
+        tuple(spec(path, leaf, axis_of.get(path)) for path, leaf in leaves(own)),
+        jax.tree.structure(own),
+        tuple(spec(path, leaf, None) for path, leaf in leaves(shared)),
+        jax.tree.structure(shared),
+        {axis.name: axis.lengths[smallest] for axis in partition.axes},
+    )
+
+
+def shared_arrays(silos: Silos) -> tuple[Any, ...]:
+    return tuple(jnp.asarray(leaf) for _, leaf in leaves(silos.shared) if not isinstance(leaf, int))
+
+
+def silo_data(silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None = None) -> SiloData:
+    """One silo's data, padded to ``lengths`` (its own lengths when not given)."""
+    return _on_device(_padded(silos, name, spec, axes, lengths))._replace(shared=shared_arrays(silos))
+
+
+def _padded(silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None) -> SiloData:
+    own = {axis.name: axis.lengths[name] for axis in axes}
+    lengths = own if lengths is None else lengths
+    arrays = [leaf for _, leaf in leaves(silos.own(name))]
+    args = tuple(
+        array if leaf.axis is None else _repeat_last(array, lengths[leaf.axis])
+        for leaf, array in zip(spec.own, arrays, strict=True)
+        if leaf.dtype is not None
+    )
+    return SiloData(args, {axis: np.arange(n) < own[axis] for axis, n in lengths.items()}, ())
+
+
+def _repeat_last(array: np.ndarray, length: int) -> np.ndarray:
+    extra = length - array.shape[0]
+    return array if extra == 0 else np.concatenate([array, np.repeat(array[-1:], extra, axis=0)])
+
+
+def _on_device(data: SiloData) -> SiloData:
+    return jax.tree.map(jnp.asarray, data)
+
+
+class Bucket(NamedTuple):
+    """Silos of similar size, padded alike and stacked on a leading axis."""
+
+    names: tuple[str, ...]
+    args: tuple[Any, ...]
+    mask: dict[str, Any]
+
+
+def stack(silos: Silos, spec: CallSpec, axes: tuple[Axis, ...]) -> list[Bucket]:
+    """All silos in as few buckets as keep padding below ``PADDING`` times the rows."""
+    stacked = []
+    for names in bucket_names(silos.names, axes):
+        lengths = {axis.name: max(axis.lengths[name] for name in names) for axis in axes}
+        members = [_padded(silos, name, spec, axes, lengths) for name in names]
+        data = jax.tree.map(lambda *rows: jnp.asarray(np.stack(rows)), *members)
+        stacked.append(Bucket(tuple(names), data.args, data.mask))
+    return stacked
+
+
+def bucket_names(names: tuple[str, ...], axes: tuple[Axis, ...]) -> list[list[str]]:
+    """Silos sorted by size and cut into the fewest runs whose padded rows stay within ``PADDING`` times the rows.
+
+    >>> lengths = {"a": 100, "b": 3, "c": 2, "d": 90}
+    >>> bucket_names(tuple(lengths), (Axis("rows", ("y",), ("rows",), lengths),))
+    [['a', 'b', 'c', 'd']]
+    >>> lengths = {str(i): 2 for i in range(100)} | {"big": 1000}
+    >>> [len(names) for names in bucket_names(tuple(lengths), (Axis("rows", ("y",), ("rows",), lengths),))]
+    [100, 1]
+    """
+    ragged = [axis for axis in axes if len(set(axis.lengths.values())) > 1]
+    if not ragged:
+        return [list(names)]
+    main = max(ragged, key=lambda axis: sum(axis.lengths.values()))
+    order = sorted(names, key=lambda name: (main.lengths[name], name))
+
+    def excess(runs: list[list[str]]) -> float:
+        return max(
+            sum(len(run) * max(axis.lengths[n] for n in run) for run in runs) / sum(axis.lengths[n] for n in names)
+            for axis in ragged
+        )
+
+    for count in range(1, len(names) + 1):
+        runs = _cut(order, [main.lengths[name] for name in order], count)
+        if excess(runs) <= PADDING or count == len(names):
+            position = {name: i for i, name in enumerate(names)}
+            return [sorted(run, key=position.__getitem__) for run in runs]
+    raise AssertionError("unreachable: one silo a bucket has no padding")
+
+
+def _cut(order: list[str], sizes: list[int], count: int) -> list[list[str]]:
+    """The cut of sorted sizes into ``count`` runs with the fewest padded rows; cuts lie where the size changes."""
+    ends = [i + 1 for i in range(len(sizes)) if i + 1 == len(sizes) or sizes[i] != sizes[i + 1]]
+    if len(ends) > 200:  # a fine enough grid of cuts
+        ends = sorted({ends[int(i)] for i in np.linspace(0, len(ends) - 1, 200)})
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for _ in range(min(count, len(ends))):
+        step = dict(best)
+        for end in ends:
+            options = [(cost + (end - start) * sizes[end - 1], [*cuts, end]) for start, (cost, cuts) in best.items() if start < end]
+            if options:
+                cheapest = min(options, key=lambda option: option[0])
+                if end not in step or cheapest[0] < step[end][0]:
+                    step[end] = cheapest
+        best = step
+    cuts = best[len(sizes)][1]
+    return [order[start:end] for start, end in zip([0, *cuts[:-1]], cuts, strict=True)]

@@ -1,0 +1,402 @@
+r"""The model, split: all that a method knows of the user's NumPyro model.
+
+.. math::
+
+    \log p(y, z \mid \theta) = \log p(z_G \mid \theta) + \sum_j \log p(z_{Lj}, y_j \mid z_G, \theta)
+
+``log_prior`` is the first term, ``log_silo`` one term of the sum, both on unconstrained vectors with each Jacobian
+counted once. Law: their sum is NumPyro's own log density of the pooled model; :func:`certify` checks it on the user's
+model and data whenever a split is made.
+
+Local latents are arranged by rows: ``z_L[group]`` has shape (rows, size of a row). A group is a silo plate (or a pair
+of crossed ones); latents that a silo has once form the group ``"silo"`` with a single row.
+"""
+
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpyro import handlers
+from numpyro.distributions import biject_to, constraints
+from numpyro.infer.util import _unconstrain_reparam, compute_log_probs, potential_energy
+
+from numpyro_fed.padding import CallSpec, SiloData, call_spec, shared_arrays, silo_data
+from numpyro_fed.partition import Axis, Partition, PartitionError, Site, partition
+from numpyro_fed.silos import Silos
+from numpyro_fed.tracing import Model, traced
+
+Array = Any
+
+
+class Evaluation(NamedTuple):
+    """The silo's log densities at one point, site by site, padded rows at zero, and which local elements are real."""
+
+    terms: dict[str, Array]
+    active: dict[str, Array]  # {group: bool (rows, size of a row)}
+
+
+class LocalSite(NamedTuple):
+    name: str
+    positions: tuple[int, ...]  # of the row axes in the unconstrained value, in the group's order
+    rest: tuple[int, ...]  # the other axes' sizes
+    batch_rank: int
+    dims: tuple[int, ...]  # of the row axes in the log density
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.rest))
+
+
+class Group(NamedTuple):
+    """Local latents that share their rows."""
+
+    name: str
+    axes: tuple[tuple[str, Fraction], ...]  # axis, and rows per element of it
+    sites: tuple[LocalSite, ...]
+
+    @property
+    def size(self) -> int:
+        """Length of one row."""
+        return sum(site.size for site in self.sites)
+
+    def row_shape(self, mask: dict[str, Array]) -> tuple[int, ...]:
+        return tuple(int(mask[axis].shape[-1] * ratio) for axis, ratio in self.axes)
+
+    def num_rows(self, mask: dict[str, Array]) -> int:
+        return int(np.prod(self.row_shape(mask)))
+
+
+class SplitModel(NamedTuple):
+    """A NumPyro model divided between a server and silos. Make one with :func:`split_model`."""
+
+    model: Model
+    partition: Partition
+    spec: CallSpec
+    shared: tuple[Array, ...]
+    global_shapes: dict[str, tuple[int, ...]]  # unconstrained
+    groups: tuple[Group, ...]
+    theta: dict[str, Array]  # the params' start, unconstrained
+    constraints: dict[str, Any]
+    constants: dict[str, Any]  # params that no density depends on
+
+    # --- layout of the vectors ------------------------------------------------------------------------------------------
+
+    @property
+    def dim(self) -> int:
+        """Length of z_G."""
+        return sum(int(np.prod(shape)) for shape in self.global_shapes.values())
+
+    def unravel(self, z: Array) -> dict[str, Array]:
+        """z_G as {global site: unconstrained value}."""
+        out, start = {}, 0
+        for name, shape in self.global_shapes.items():
+            size = int(np.prod(shape))
+            out[name] = z[start : start + size].reshape(shape)
+            start += size
+        return out
+
+    def ravel(self, values: dict[str, Array]) -> Array:
+        parts = [jnp.ravel(values[name]) for name in self.global_shapes]
+        return jnp.concatenate(parts) if parts else jnp.zeros(0)
+
+    def unpack(self, z_local: dict[str, Array], mask: dict[str, Array]) -> dict[str, Array]:
+        """z_L as {local site: unconstrained value}."""
+        out = {}
+        for group in self.groups:
+            rows, start = group.row_shape(mask), 0
+            for site in group.sites:
+                value = z_local[group.name][:, start : start + site.size].reshape(rows + site.rest)
+                out[site.name] = jnp.moveaxis(value, range(len(rows)), site.positions)
+                start += site.size
+        return out
+
+    def pack(self, values: dict[str, Array], mask: dict[str, Array]) -> dict[str, Array]:
+        """The inverse of `unpack`."""
+        return {
+            group.name: jnp.concatenate(
+                [
+                    jnp.moveaxis(values[s.name], s.positions, range(len(s.positions))).reshape(group.num_rows(mask), -1)
+                    for s in group.sites
+                ],
+                axis=1,
+            )
+            for group in self.groups
+        }
+
+    def zeros_local(self, mask: dict[str, Array]) -> dict[str, Array]:
+        return {group.name: jnp.zeros((group.num_rows(mask), group.size)) for group in self.groups}
+
+    def row_mask(self, group: Group, mask: dict[str, Array]) -> Array:
+        """Which rows of a group are real, (rows,)."""
+        valid = jnp.ones((), bool)
+        for axis, ratio in group.axes:
+            valid = valid[..., None] & _resized(mask[axis], int(mask[axis].shape[-1] * ratio))
+        return valid.reshape(-1)
+
+    # --- densities -------------------------------------------------------------------------------------------------------
+
+    def constrain_theta(self, theta: dict[str, Array]) -> dict[str, Array]:
+        return {name: biject_to(self.constraints[name])(value) for name, value in theta.items()}
+
+    def _substituted(self, values: dict[str, Array], theta: dict[str, Array]) -> Callable[..., Any]:
+        params = self.constrain_theta(theta) | self.constants
+        model = handlers.substitute(self.model, data=params) if params else self.model
+        return handlers.seed(handlers.substitute(model, substitute_fn=partial(_unconstrain_reparam, values)), jax.random.PRNGKey(0))
+
+    def _log_probs(self, values: dict[str, Array], theta: dict[str, Array], data: SiloData) -> tuple[dict, dict]:
+        model = self._substituted(values, theta)
+        log_probs, trace = compute_log_probs(model, (), self.spec.kwargs(data), {}, sum_log_prob=False)
+        for name in values:  # the Jacobian of a constrained latent belongs to its site
+            log_det = log_probs.pop(f"_{name}_log_det", None)
+            if log_det is not None:
+                log_probs[name] = log_probs[name] + log_det
+        return log_probs, trace
+
+    def log_prior(self, z: Array, theta: dict[str, Array]) -> Array:
+        """The server's term: log p(z_G | theta), with what observations depend on no silo."""
+        log_probs, _ = self._log_probs(self.unravel(z), theta, self.spec.dummy()._replace(shared=self.shared))
+        own = [site.name for site in self.partition.sites if site.at_server and site.name in log_probs]
+        return sum((jnp.sum(log_probs[name]) for name in own), jnp.zeros(()))
+
+    def evaluate(self, z: Array, z_local: dict[str, Array], theta: dict[str, Array], data: SiloData) -> Evaluation:
+        """The silo's log densities, site by site, unsummed."""
+        values = self.unravel(z) | self.unpack(z_local, data.mask)
+        log_probs, trace = self._log_probs(values, theta, data)
+        terms = {}
+        for site in self.partition.sites:
+            if not site.at_server and site.name in log_probs:
+                terms[site.name] = _masked(log_probs[site.name], site, data.mask)
+        active = {}
+        for group in self.groups:
+            columns = [self._active(group, site, trace[site.name]["fn"], data.mask) for site in group.sites]
+            active[group.name] = jnp.concatenate(columns, axis=1)
+        return Evaluation(terms, active)
+
+    def _active(self, group: Group, site: LocalSite, fn: Any, mask: dict[str, Array]) -> Array:
+        rows = self.row_mask(group, mask)
+        valid = jnp.broadcast_to(rows[:, None], (rows.shape[0], site.size))
+        own = user_mask(fn)
+        if own is None:
+            return valid
+        event = site.batch_rank  # the unconstrained value is the batch axes followed by event axes
+        own = jnp.broadcast_to(own, fn.batch_shape)
+        rest_events = len(site.rest) - (event - len(site.positions))
+        own = own.reshape(own.shape + (1,) * rest_events)
+        own = jnp.moveaxis(own, site.positions, range(len(site.positions)))
+        own = jnp.broadcast_to(own, group.row_shape(mask) + site.rest)
+        return valid & own.reshape(rows.shape[0], site.size)
+
+    def log_silo(self, z: Array, z_local: dict[str, Array], theta: dict[str, Array], data: SiloData) -> Array:
+        """The silo's term: log p(z_L, y | z_G, theta); padded rows are left out."""
+        terms = self.evaluate(z, z_local, theta, data).terms
+        return sum((jnp.sum(term) for term in terms.values()), jnp.zeros(()))
+
+    # --- back to named sites ---------------------------------------------------------------------------------------------
+
+    def constrain_global(self, z: Array, theta: dict[str, Array]) -> dict[str, Array]:
+        """One draw of the global sites and of the deterministic sites that depend on them alone."""
+        model = self._substituted(self.unravel(z), theta)
+        trace = handlers.trace(model).get_trace(**self.spec.kwargs(self.spec.dummy()._replace(shared=self.shared)))
+        shown = [s.name for s in self.partition.sites if s.at_server and s.role in ("global", "deterministic")]
+        return {name: trace[name]["value"] for name in shown}
+
+    def constrain_local(self, z: Array, z_local: dict[str, Array], theta: dict[str, Array], data: SiloData) -> dict[str, Array]:
+        """One draw of the silo's local sites and deterministics, padded."""
+        model = self._substituted(self.unravel(z) | self.unpack(z_local, data.mask), theta)
+        trace = handlers.trace(model).get_trace(**self.spec.kwargs(data))
+        shown = [s.name for s in self.partition.sites if s.role == "local" or (s.role == "deterministic" and not s.at_server)]
+        return {name: trace[name]["value"] for name in shown}
+
+    def unpadded(self, values: dict[str, Array], lengths: dict[str, int], padded: dict[str, int]) -> dict[str, Array]:
+        """Cut the padded rows off named values; leading axes (draws) are allowed."""
+        out = {}
+        for name, value in values.items():
+            for axis, dim in self.partition[name].value_axes:
+                keep = value.shape[dim] * lengths[axis] // padded[axis]
+                value = jax.lax.slice_in_dim(value, 0, keep, axis=value.ndim + dim)
+            out[name] = value
+        return out
+
+    def coordinate_names(self) -> list[str]:
+        """Names of z_G's coordinates: ``beta[0]``; of the unconstrained value when the site is constrained."""
+        names = []
+        for name, shape in self.global_shapes.items():
+            names += [name] if shape == () else [f"{name}[{', '.join(map(str, index))}]" for index in np.ndindex(*shape)]
+        return names
+
+
+def user_mask(fn: Any) -> Array | None:
+    """The mask that handlers.mask or obs_mask put on a distribution, or None."""
+    found = None
+    while fn is not None:
+        if type(fn).__name__ == "MaskedDistribution" and not isinstance(fn._mask, bool):
+            found = fn._mask if found is None else found & fn._mask
+        fn = getattr(fn, "base_dist", None)
+    return found
+
+
+def _resized(mask: Array, size: int) -> Array:
+    """The mask of an axis, for a site that has ``size`` elements along it (a reshape makes several rows one, or one several)."""
+    length = mask.shape[-1]
+    if size == length:
+        return mask
+    return mask[:: length // size] if size < length else jnp.repeat(mask, size // length)
+
+
+def _masked(log_prob: Array, site: Site, mask: dict[str, Array]) -> Array:
+    for axis, dim in site.axes:
+        along = _resized(mask[axis], log_prob.shape[dim])
+        log_prob = jnp.where(along.reshape(along.shape + (1,) * (-dim - 1)), log_prob, 0)
+    return log_prob
+
+
+# --- making one -----------------------------------------------------------------------------------------------------------
+
+
+def split_model(model: Model, silos: Silos, local: Any = None, shared: Any = None, check: bool = True) -> SplitModel:
+    """Split ``model`` over ``silos``; raises when the split would not be exact."""
+    part = partition(model, silos, local, shared)
+    spec = call_spec(silos, part)
+    split = from_spec(model, part, spec, shared_arrays(silos))
+    if check:
+        certify(split, silos)
+    return split
+
+
+def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array, ...]) -> SplitModel:
+    """A split from what the server knows: shapes, shared arguments and the partition. Needs no data."""
+    unconstrained = {s.name: tuple(s.shape.unconstrained or ()) for s in part.sites if s.role == "global"}
+    params = {s.name for s in part.sites if s.role in ("param", "constant")}
+    values: dict[str, Any] = {}
+    limits: dict[str, Any] = {}
+    if params:
+        for name, site in traced(model, spec.kwargs(spec.dummy()._replace(shared=shared))).items():
+            if name in params:
+                values[name] = site["value"]
+                limits[name] = site["kwargs"].get("constraint", constraints.real)
+    theta = {s.name: biject_to(limits[s.name]).inv(values[s.name]) for s in part.sites if s.role == "param"}
+    constants = {s.name: values[s.name] for s in part.sites if s.role == "constant"}
+    return SplitModel(
+        model, part, spec, shared, unconstrained, _groups(part), theta, {name: limits[name] for name in theta}, constants
+    )
+
+
+def _groups(part: Partition) -> tuple[Group, ...]:
+    lengths = {axis.name: axis.lengths[part.reference] for axis in part.axes}
+    found: dict[tuple, list[LocalSite]] = {}
+    for site in part.sites:
+        if site.role != "local":
+            continue
+        batch, shape = site.shape.batch, site.shape.unconstrained or ()
+        axes = sorted(site.axes)
+        positions = tuple(len(batch) + dim for _, dim in axes)
+        key = tuple((axis, Fraction(batch[dim], lengths[axis])) for axis, dim in axes)
+        rest = tuple(size for i, size in enumerate(shape) if i not in positions)
+        found.setdefault(key, []).append(LocalSite(site.name, positions, rest, len(batch), tuple(dim for _, dim in axes)))
+    groups, taken = [], set()
+    for key, sites in found.items():
+        name = "*".join(axis for axis, _ in key) or "silo"
+        while name in taken:
+            name += "'"
+        taken.add(name)
+        groups.append(Group(name, key, tuple(sites)))
+    return tuple(groups)
+
+
+# --- the certificate ------------------------------------------------------------------------------------------------------
+
+
+def certify(split: SplitModel, silos: Silos, max_silos: int = 4, seed: int = 0) -> None:
+    """Check on real silos that log_prior + log_silo is NumPyro's own log density of the unpadded model.
+
+    The padded split is evaluated at a random point with random values in the padded rows; NumPyro evaluates the
+    unpadded model at the same point. Raises :class:`PartitionError` naming the sites that differ.
+    """
+    axes = split.partition.axes
+    names = _chosen(silos, axes, max_silos, seed)
+    longest = {axis.name: max(axis.lengths.values()) for axis in axes}
+    for name in names:
+        own = {axis.name: axis.lengths[name] for axis in axes}
+        plain = silo_data(silos, name, split.spec, axes)
+        # twice the rows at most: what a bucket may pad to
+        padded = silo_data(silos, name, split.spec, axes, {a: min(longest[a], 2 * own[a]) for a in own})
+        ours, theirs, size = _compiled_once(partial(_both, split), *_point(split, seed, plain, padded), plain, padded)
+        tolerance = (1e-9 if jnp.asarray(ours).dtype == jnp.float64 else 2e-5) * (1 + float(size))
+        if np.isfinite(theirs) and np.isfinite(ours) and abs(float(ours - theirs)) <= tolerance:
+            continue
+        raise PartitionError(_explain(split, name, plain, padded, seed, float(ours), float(theirs)))
+
+
+def _chosen(silos: Silos, axes: tuple[Axis, ...], count: int, seed: int) -> list[str]:
+    rows = {name: sum(axis.lengths[name] for axis in axes) for name in silos.names}
+    names = sorted(silos.names, key=rows.__getitem__)
+    if len(names) <= count:
+        return names
+    middle = np.random.default_rng(seed).choice(len(names) - 2, count - 2, replace=False) + 1
+    return [names[0], names[-1], *(names[i] for i in middle)]
+
+
+def _point(split: SplitModel, seed: int, plain: SiloData, padded: SiloData) -> tuple[Array, dict, dict]:
+    """A random point: z_G, z_L with values in the padded rows too, and z_L without padded rows."""
+    draws = np.random.default_rng(seed)
+    dtype = jnp.zeros(()).dtype
+    z = draws.normal(scale=0.5, size=split.dim).astype(dtype)
+    full = {
+        group.name: draws.normal(scale=0.5, size=(group.num_rows(padded.mask), group.size)).astype(dtype)
+        for group in split.groups
+    }
+    return z, full, {group.name: full[group.name][_host_rows(group, plain, padded)] for group in split.groups}
+
+
+def _host_rows(group: Group, plain: SiloData, padded: SiloData) -> np.ndarray:
+    """Which of the padded group's rows are the plain silo's, from shapes alone (masks may be traced)."""
+    valid = np.ones((), bool)
+    for (_, _), size, full in zip(group.axes, group.row_shape(plain.mask), group.row_shape(padded.mask), strict=True):
+        valid = valid[..., None] & (np.arange(full) < size)
+    return valid.reshape(-1)
+
+
+def _compiled_once(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a program that is used a single time: compiled without optimisation, which takes a third of the time."""
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(function).lower(*args).compile(compiler_options=options)(*args)
+
+
+def _both(
+    split: SplitModel, z: Array, full: dict, cut: dict, plain: SiloData, padded: SiloData
+) -> tuple[Array, Array, Array]:
+    terms = split.evaluate(z, full, split.theta, padded).terms
+    prior = split.log_prior(z, split.theta)
+    ours = prior + sum((jnp.sum(term) for term in terms.values()), jnp.zeros(()))
+    values = split.unravel(z) | split.unpack(cut, plain.mask) | split.constrain_theta(split.theta) | split.constants
+    model = handlers.seed(split.model, jax.random.PRNGKey(0))
+    theirs = -potential_energy(model, (), split.spec.kwargs(plain), values)
+    size = abs(prior) + sum((jnp.sum(jnp.abs(term)) for term in terms.values()), jnp.zeros(()))
+    return ours, theirs, size
+
+
+def _explain(
+    split: SplitModel, name: str, plain: SiloData, padded: SiloData, seed: int, ours: float, theirs: float
+) -> str:
+    z, full, cut = _point(split, seed, plain, padded)
+    ours_by_site = {n: float(jnp.sum(t)) for n, t in split.evaluate(z, full, split.theta, padded).terms.items()}
+    plain_by_site = {n: float(jnp.sum(t)) for n, t in split.evaluate(z, cut, split.theta, plain).terms.items()}
+    if not np.isfinite(theirs):
+        bad = [n for n, value in plain_by_site.items() if not np.isfinite(value)]
+        return (
+            f"silo {name!r}: the model's log density is {theirs} at a random point near zero of unconstrained space"
+            + (f" (sites: {', '.join(bad)})" if bad else "")
+            + ": check the scale of the data and the distributions' parameters"
+        )
+    differ = [n for n in ours_by_site if not np.isclose(ours_by_site[n], plain_by_site[n], rtol=1e-4, atol=1e-3)]
+    cause = (
+        f"site {differ[0]!r} mixes rows of the silo ({', '.join(a.name for a in split.partition.axes)}): with padded rows its "
+        "log density changes. Give one log density per row, computed from that row"
+        if differ
+        else "a term is counted twice or left out; list the site in local= or shared="
+    )
+    return f"silo {name!r}: the split log density is {ours:.6g} where NumPyro's is {theirs:.6g}: {cause}"

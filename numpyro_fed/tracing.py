@@ -1,0 +1,256 @@
+"""What a model looks like from outside: its sample sites, their shapes, and what depends on what.
+
+Everything here is abstract: the model is run on shapes alone, with NumPyro's effect handlers and JAX's tracing, so it
+costs milliseconds and sees no data.
+"""
+
+import inspect
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpyro import handlers
+from numpyro.distributions import Distribution, Unit, biject_to
+from numpyro.infer import init_to_uniform
+from numpyro.infer.util import helpful_support_errors
+from numpyro.ops.provenance import eval_provenance
+
+from numpyro_fed.silos import leaves
+
+Model = Callable[..., Any]
+Shape = tuple[int, ...]
+
+
+class PartitionError(ValueError):
+    """The model cannot be split over the silos as it stands; the message says what to type."""
+
+
+class SiteShape(NamedTuple):
+    """A site of the model as traced on shapes. Plates are (name, dim, size), dim counted from the right of ``batch``."""
+
+    kind: str  # latent, observed, factor, deterministic, param, mutable
+    value: Shape
+    log_prob: Shape | None
+    batch: Shape
+    unconstrained: Shape | None  # of a continuous latent
+    plates: tuple[tuple[str, int, int], ...]
+    discrete: bool
+    distribution: str
+
+
+class Tracing(NamedTuple):
+    sites: dict[str, SiteShape]
+    plates: dict[str, int]
+
+
+def abstract(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays become shapes; ints stay: they are sizes, known when tracing."""
+
+    def shape(leaf: Any) -> Any:
+        if isinstance(leaf, int | jax.ShapeDtypeStruct):
+            return leaf
+        return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    return jax.tree.map(shape, dict(kwargs))
+
+
+def split_static(kwargs: Mapping[str, Any]) -> tuple[list[Any], Callable[[list[Any]], dict[str, Any]]]:
+    """The array leaves, and a function that puts (traced) arrays back beside the ints."""
+    flat, structure = jax.tree.flatten(dict(kwargs))
+    where = [i for i, leaf in enumerate(flat) if not isinstance(leaf, int)]
+
+    def merge(arrays: list[Any]) -> dict[str, Any]:
+        full = list(flat)
+        for i, array in zip(where, arrays, strict=True):
+            full[i] = array
+        return jax.tree.unflatten(structure, full)
+
+    return [flat[i] for i in where], merge
+
+
+def traced(model: Model, kwargs: Mapping[str, Any], substitute: Any = None, key: Any = None) -> dict[str, dict]:
+    """One run of the model: its trace, latents set by ``substitute`` or uniformly on (-2, 2) unconstrained."""
+    key = jax.random.PRNGKey(0) if key is None else key
+    seeded = handlers.substitute(handlers.seed(model, key), substitute_fn=init_to_uniform)
+    if substitute is not None:
+        seeded = handlers.substitute(seeded, data=substitute)
+    return handlers.trace(seeded).get_trace(**kwargs)
+
+
+def trace_shapes(model: Model, kwargs: Mapping[str, Any]) -> Tracing:
+    """Sites and plates of ``model(**kwargs)``, from shapes alone. Raises whatever the model raises."""
+    arrays, merge = split_static(abstract(kwargs))
+    sites: dict[str, SiteShape] = {}
+    plates: dict[str, int] = {}
+
+    def run(arrays: list[Any]) -> int:
+        for name, site in traced(model, merge(arrays)).items():
+            if site["type"] == "plate":
+                size, subsample = site["args"]
+                if subsample is not None and subsample != size:
+                    raise PartitionError(
+                        f"plate {name!r} has subsample_size={subsample}: leave it out; rows are sampled inside the silos "
+                        "by the method's batch_size="
+                    )
+                plates[name] = size
+            elif site["type"] in ("sample", "deterministic", "param", "mutable"):
+                sites[name] = _site_shape(name, site)
+        return 0
+
+    jax.eval_shape(run, arrays)
+    return Tracing(sites, plates)
+
+
+def _site_shape(name: str, site: dict) -> SiteShape:
+    kind, value = site["type"], site["value"]
+    plates = tuple((frame.name, frame.dim, frame.size) for frame in site.get("cond_indep_stack", ()))
+    if kind != "sample":
+        shape = jnp.shape(value) if kind == "deterministic" or isinstance(value, jax.Array) else ()
+        return SiteShape(kind, shape, None, (), None, plates, False, "")
+    fn = site["fn"]
+    kind = "latent" if not site["is_observed"] else "factor" if isinstance(unwrapped(fn), Unit) else "observed"
+    log_prob = jnp.shape(fn.log_prob(value)) if not isinstance(unwrapped(fn), Unit) else tuple(fn.batch_shape)
+    for plate, dim, size in plates:
+        if len(log_prob) < -dim or log_prob[dim] != size:
+            raise PartitionError(
+                f"sample site {name!r} has log densities of shape {log_prob} in plate {plate!r} of size {size}"
+            )
+    expected = tuple(fn.shape())
+    if kind == "observed" and np.broadcast_shapes(jnp.shape(value), expected) not in (jnp.shape(value), expected):
+        raise PartitionError(
+            f"sample site {name!r} observes values of shape {jnp.shape(value)} where its distribution has shape "
+            f"{expected}: they would broadcast to {' x '.join(map(str, np.broadcast_shapes(jnp.shape(value), expected)))}. "
+            f"Give the observations the shape {expected}."
+        )
+    support = fn.support
+    discrete = bool(getattr(support, "is_discrete", False))
+    unconstrained = None
+    if kind == "latent" and not discrete:
+        with helpful_support_errors(site):
+            transform = biject_to(support)
+        unconstrained = jnp.shape(transform.inv(value))
+    return SiteShape(kind, jnp.shape(value), log_prob, tuple(fn.batch_shape), unconstrained, plates, discrete, label(fn))
+
+
+def unwrapped(fn: Distribution) -> Distribution:
+    """The distribution inside NumPyro's mask, expand and to_event wrappers."""
+    while hasattr(fn, "base_dist") and type(fn).__name__ in (
+        "MaskedDistribution",
+        "ExpandedDistribution",
+        "Independent",
+    ):
+        fn = fn.base_dist
+    return fn
+
+
+def label(fn: Distribution) -> str:
+    name = type(unwrapped(fn)).__name__
+    for suffix in ("Probs", "Logits"):
+        name = name.removesuffix(suffix)
+    return name
+
+
+def describe_call(kwargs: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{path}={leaf}" if isinstance(leaf, int) else f"{path} {tuple(leaf.shape)}" for path, leaf in leaves(kwargs)
+    )
+
+
+def trace_silo(model: Model, silo: str, kwargs: Mapping[str, Any]) -> Tracing:
+    """As `trace_shapes`, with errors that name the silo and what it was called with."""
+    check_signature(model, kwargs)
+    called = f"silo {silo!r}: the model cannot be traced with {describe_call(kwargs)}"
+    try:
+        return trace_shapes(model, kwargs)
+    except PartitionError as error:
+        raise PartitionError(f"silo {silo!r}: {error}") from None
+    except jax.errors.ConcretizationTypeError as error:
+        raise PartitionError(
+            f"{called}: it reads the values of an array to decide a shape or a branch. Pass such a number as an int "
+            f"argument (num_counties=...) and use it in numpyro.plate. JAX said: {_first_line(error)}"
+        ) from error
+    except AssertionError as error:
+        if "unique names" in str(error):
+            raise PartitionError(f"{called}: {_first_line(error)}. Give every sample site its own name.") from None
+        raise PartitionError(f"{called}: {_first_line(error) or 'two plates use the same dim'}") from error
+    except Exception as error:
+        raise PartitionError(f"{called}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def check_signature(model: Model, kwargs: Mapping[str, Any]) -> None:
+    if not callable(model):
+        raise TypeError(f"model must be a NumPyro model (a function), got a {type(model).__name__}")
+    signature = inspect.signature(model)
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise PartitionError(
+            f"the model takes ({', '.join(signature.parameters)}), the silos give ({', '.join(kwargs)}): {error}"
+        ) from None
+
+
+class Dependence(NamedTuple):
+    """What each log density, observed value and deterministic site depends on: ``arg:path``, ``site:name``, ``param:name``."""
+
+    log_prob: dict[str, frozenset[str]]
+    value: dict[str, frozenset[str]]
+    support: dict[str, frozenset[str]]
+
+
+def dependence(model: Model, kwargs: Mapping[str, Any], own: set[str], sites: dict[str, SiteShape]) -> Dependence:
+    """Provenance of every site's log density, latents held fixed. ``own`` are the paths of the silo's own arguments."""
+    kwargs = abstract(kwargs)
+    arrays, merge = split_static(kwargs)
+    paths = [path for path, leaf in leaves(kwargs) if not isinstance(leaf, int)]
+    latents = {name: site.value for name, site in sites.items() if site.kind == "latent"}
+    starts = jax.eval_shape(
+        lambda arrays: {
+            name: site["value"]
+            for name, site in traced(model, merge(arrays)).items()
+            if site["type"] == "param" or name in latents
+        },
+        arrays,
+    )
+
+    def run(**inputs: Any) -> tuple[dict, dict, dict]:
+        full = merge([inputs[f"arg:{path}" if path in own else f"shared:{path}"] for path in paths])
+        fixed = {name: inputs[f"{'site' if name in latents else 'param'}:{name}"] for name in starts}
+        trace = traced(model, full, substitute=fixed)
+        log_prob = {n: s["fn"].log_prob(s["value"]) for n, s in trace.items() if s["type"] == "sample"}
+        value = {
+            n: s["value"]
+            for n, s in trace.items()
+            if s["type"] == "deterministic" or (s["type"] == "sample" and s["is_observed"])
+        }
+        support = {
+            n: s["fn"].support(s["value"])
+            for n, s in trace.items()
+            if s["type"] == "sample" and s["is_observed"] and not isinstance(unwrapped(s["fn"]), Unit)
+        }
+        return log_prob, value, support
+
+    inputs = {f"arg:{path}" if path in own else f"shared:{path}": a for path, a in zip(paths, arrays, strict=True)}
+    inputs |= {f"{'site' if name in latents else 'param'}:{name}": start for name, start in starts.items()}
+    log_prob, value, support = eval_provenance(run, **inputs)
+    is_set = lambda node: isinstance(node, frozenset)  # noqa: E731
+    union = lambda tree: frozenset().union(*jax.tree.leaves(tree, is_leaf=is_set))  # noqa: E731
+    return Dependence(*({name: union(found) for name, found in part.items()} for part in (log_prob, value, support)))
+
+
+def growth(before: Shape | None, after: Shape | None) -> tuple[int, ...]:
+    """Axes, counted from the right, that doubled."""
+    if before is None or after is None or len(before) != len(after):
+        return ()
+    return tuple(i - len(before) for i, (a, b) in enumerate(zip(before, after, strict=True)) if b == 2 * a and a > 0)
+
+
+def digest(text: str) -> int:
+    """A small number that two machines agree on; keys are folded with a silo's."""
+    return zlib.crc32(text.encode())
