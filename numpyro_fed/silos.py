@@ -5,8 +5,8 @@ A :class:`Silos` holds, under each silo's name, the arguments with which the mod
 partition has told which axes belong to the silos.
 
 >>> import numpy as np
->>> silos = Silos({"leeds": dict(x=np.ones(3, "f"), y=np.ones(3, "f")), "york": dict(x=np.ones(2, "f"), y=np.ones(2, "f"))})
->>> silos.names, silos.num_silos, silos["york"]["x"].shape
+>>> silos = Silos({"leeds": dict(y=np.ones(3, "f")), "york": dict(y=np.ones(2, "f"))})
+>>> silos.names, silos.num_silos, silos["york"]["y"].shape
 (('leeds', 'york'), 2, (2,))
 """
 
@@ -36,13 +36,13 @@ class Silos(Mapping[str, dict[str, Any]]):
 
     def __init__(self, data: Any, shared: Mapping[str, Any] | None = None) -> None:
         named = _named(data)
-        self.shared: dict[str, Any] = _checked("shared", dict(shared or {}))
+        self.shared: dict[str, Any] = _checked(None, dict(shared or {}))
         self._data = {name: _checked(name, args) for name, args in named.items()}
         self.own_counts: frozenset[str] = frozenset()  # int arguments known to count a silo's own groups (see `split`)
         for name, args in self._data.items():
             both = sorted(set(args) & set(self.shared))
             if both:
-                raise ValueError(f"argument {both[0]!r} is given by silo {name!r} and in shared=: keep one of them")
+                raise ValueError(f"argument {both[0]!r} is given by silo {name!r} and in shared=: keep one of the two")
         _check_alike(self._data)
         _warn_once_about_numbers(self)
 
@@ -98,18 +98,16 @@ def split(
         arguments: arrays with one row per label are cut; ints and scalars that are not counts are shared.
 
     >>> import numpy as np
-    >>> silos = split(np.array(["a", "a", "b"]), groups=dict(county="num"), y=np.ones(3, "f"), county=np.array([0, 2, 1]), num=3)
+    >>> y, county = np.ones(3, "f"), np.array([0, 2, 1])
+    >>> silos = split(["a", "a", "b"], groups=dict(county="num"), y=y, county=county, num=3)
     >>> silos["a"]["county"], silos["a"]["num"], silos["b"]["num"]
     (array([0, 1]), 2, 1)
     """
-    labels = np.asarray(labels)
-    if labels.ndim != 1 or labels.size == 0:
-        raise ValueError(f"labels must be one label per row, got an array of shape {labels.shape}")
+    members = _rows_by_label(labels)
+    names = list(members)
     groups = dict(groups or {})
-    num_rows = labels.shape[0]
-    names = [str(label) for label in dict.fromkeys(labels.tolist())]
-    text = np.array([str(label) for label in labels.tolist()])
-    members = {name: np.flatnonzero(text == name) for name in names}
+    num_rows = sum(len(rows) for rows in members.values())
+    arguments = {argument: _listed(value) for argument, value in arguments.items()}
     common = dict(shared or {})
     own: dict[str, dict[str, Any]] = {name: {} for name in names}
 
@@ -130,9 +128,9 @@ def split(
         if straddling:
             where = [name for name in names if straddling[0] in kept[index][name]]
             raise ValueError(
-                f"group {straddling[0]} of {index!r} has rows in silos {where[0]!r} and {where[1]!r} ({len(straddling)} "
-                f"such groups): its latents would be sampled once in each. Split by whole groups, or leave {index!r} "
-                "out of groups= to keep its latents global."
+                f"group {straddling[0]} of {index!r} has rows in silos {where[0]!r} and {where[1]!r} "
+                f"({len(straddling)} such groups): its latents would be sampled once in each. Split by whole groups, or "
+                f"leave {index!r} out of groups= to keep its latents global."
             )
         count = groups[index]
         given = None if count is None else arguments[count]
@@ -154,27 +152,50 @@ def split(
             for name in names:
                 own[name][argument] = len(kept[counts[argument]][name])
             continue
-        if isinstance(value, int | float | np.integer | np.floating) or value is None:
+        lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(value)}
+        if lengths <= {()}:  # numbers
             common[argument] = value
             continue
-        lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(value)}
+        cuts = {index: kept[index] for index in groups if lengths == {(sizes[index],)}}
         if lengths == {(num_rows,)}:
-            cut = members
-        else:
-            level = [index for index in groups if lengths == {(sizes[index],)}]
-            if not level:
-                got = ", ".join(str(length[0]) if length else "no rows" for length in sorted(lengths))
+            cuts = {"labels": members} | cuts
+        if not cuts:
+            got = " and ".join(str(length[0]) if length else "no" for length in sorted(lengths))
+            raise ValueError(
+                f"argument {argument!r} has {got} rows where the labels have {num_rows}: give one row per label, or "
+                f"pass it as shared=dict({argument}=...) when it is the same in every silo"
+            )
+        first, cut = next(iter(cuts.items()))
+        for other, rival in cuts.items():
+            if any(not np.array_equal(cut[name], rival[name]) for name in names):
                 raise ValueError(
-                    f"argument {argument!r} has {got} rows where the labels have {num_rows}: give one row per label, or "
-                    f"pass it as shared=dict({argument}=...) when it is the same in every silo"
+                    f"argument {argument!r} has {next(iter(lengths))[0]} rows, as many as {first!r} and as {other!r}: "
+                    f"which does it follow? Give it by rows ({argument}[{other}]), or make the silos yourself with "
+                    "nf.Silos({name: arguments})."
                 )
-            cut = kept[level[0]]
         for name in names:
             own[name][argument] = jax.tree.map(lambda leaf, rows=cut[name]: np.asarray(leaf)[rows], value)
 
     silos = Silos(own, shared=common)
     silos.own_counts = frozenset(counts)
     return silos
+
+
+def _rows_by_label(labels: Any) -> dict[str, np.ndarray]:
+    """{silo name: positions of its rows}, silos in the order in which their labels appear."""
+    array = np.asarray(labels)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"labels must hold one label per row, got an array of shape {array.shape}")
+    found: dict[str, list[int]] = {}
+    kinds: dict[str, Any] = {}
+    for row, label in enumerate(array.tolist()):
+        if label is None or label != label:
+            raise ValueError(f"row {row} has no label ({label}): drop the row, or name a silo for it")
+        name = str(label)
+        if kinds.setdefault(name, label) != label:
+            raise ValueError(f"two labels are written {name!r} ({kinds[name]!r} and {label!r}): give each its own name")
+        found.setdefault(name, []).append(row)
+    return {name: np.array(rows) for name, rows in found.items()}
 
 
 def leaves(args: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -207,7 +228,8 @@ def _named(data: Any) -> dict[str, Mapping[str, Any]]:
             pairs = [(str(i), args) for i, args in enumerate(data)]
     else:
         raise TypeError(
-            f"silos must be re-readable, got {_kind(data)}: give a dict {{name: arguments}} or a list of dicts of arguments"
+            f"silos must be re-readable, got {_kind(data)}: give a dict {{name: arguments}} or a list of dicts of "
+            "arguments (to cut pooled arrays by a column of labels: nf.split(labels, x=x, y=y))"
         )
     if not pairs:
         raise ValueError("silos is empty: give at least one")
@@ -226,26 +248,45 @@ def _kind(value: Any) -> str:
     return "arrays" if kind in ("ndarray", "ArrayImpl") else f"a {kind}"
 
 
-def _checked(silo: str, args: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(silo: str | None, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The silo's arguments (of the shared ones: silo None) as arrays and ints."""
+    where = f"silo {silo!r}, argument" if silo is not None else "shared argument"
     for argument in args:
         if not isinstance(argument, str):
-            raise TypeError(f"silo {silo!r}: arguments are named by strings, got {argument!r}")
-    plain = {key: _listed(value) for key, value in args.items()}
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _checked_leaf(silo, _path(path), leaf), plain)
+            raise TypeError(f"{where} {argument!r}: arguments are named by strings")
+    plain = {key: _listed(value, f"{where} {key!r}") for key, value in args.items()}
+    checked = jax.tree_util.tree_map_with_path(lambda path, leaf: _checked_leaf(where, _path(path), leaf), plain)
+    if silo is not None:
+        for path, leaf in leaves(checked):
+            if not isinstance(leaf, int) and leaf.ndim and leaf.shape[0] == 0:
+                raise ValueError(f"{where} {path!r} has 0 rows: remove silo {silo!r}, or give it rows")
+    return checked
 
 
-def _listed(value: Any) -> Any:
-    """A list or tuple of numbers is one array, not a pytree of scalars."""
-    if isinstance(value, list | tuple) and value and all(isinstance(v, int | float | np.number) for v in value):
+def _listed(value: Any, where: str = "argument") -> Any:
+    """A list (of lists) of numbers is one array, not a pytree of scalars."""
+    found = jax.tree.leaves(value) if isinstance(value, list | tuple) else []
+    if not found or not all(isinstance(leaf, bool | int | float | np.number) for leaf in found):
+        return value
+    try:
         array = np.asarray(value)
-        return array.astype(np.float32) if array.dtype == np.float64 and not jax.config.jax_enable_x64 else array
-    return value
+    except ValueError:
+        raise ValueError(f"{where} is a list of lists of different lengths: give a rectangular array") from None
+    return array.astype(np.float32) if array.dtype == np.float64 and not jax.config.jax_enable_x64 else array
 
 
-def _checked_leaf(silo: str, path: str, leaf: Any) -> Any:
-    where = f"silo {silo!r}, argument {path!r}" if silo != "shared" else f"shared argument {path!r}"
+def _checked_leaf(where: str, path: str, leaf: Any) -> Any:
+    where = f"{where} {path!r}"
     if isinstance(leaf, bool | int):
         return leaf
+    if isinstance(leaf, np.integer):
+        return int(leaf)
+    if isinstance(leaf, str) or callable(leaf):
+        value = repr(leaf) if isinstance(leaf, str) else "..."
+        raise TypeError(
+            f"{where} is {_kind(leaf)}: arguments are arrays and numbers. Fix an option beforehand: "
+            f"functools.partial(model, {path}={value})"
+        )
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
             f"{where} is a masked array: pass {path}.filled(0) and its mask as an argument of its own, for "
@@ -253,21 +294,22 @@ def _checked_leaf(silo: str, path: str, leaf: Any) -> Any:
         )
     dtype = getattr(leaf, "dtype", None)
     if dtype is not None and not isinstance(dtype, np.dtype) and not isinstance(leaf, jax.Array):
-        raise TypeError(f"{where} has the pandas type {dtype}: pass {path}.to_numpy(dtype='float32')")
+        codes = ".cat.codes.to_numpy()" if str(dtype) == "category" else ".to_numpy(dtype='float32')"
+        raise TypeError(f"{where} has the pandas type {dtype}: pass {path}{codes}")
     if isinstance(leaf, float):
         return np.asarray(leaf, dtype=None if jax.config.jax_enable_x64 else np.float32)
     array = np.asarray(leaf)
     if array.dtype.kind not in "bifu":
         kind = {"O": "objects", "U": "strings", "S": "strings", "M": "dates"}.get(array.dtype.kind, str(array.dtype))
         raise TypeError(f"{where} holds {kind}: encode it as numbers first (for categories: integer codes)")
-    if array.ndim and array.shape[0] == 0:
-        raise ValueError(f"{where} has 0 rows: remove the silo" if silo != "shared" else f"{where} has 0 rows")
     if array.dtype.kind == "f" and not np.all(np.isfinite(array)):
-        first = int(np.argwhere(~np.isfinite(array))[0][0]) if array.ndim else 0
         what = "NaN" if np.isnan(array).any() else "Inf"
+        if not array.ndim:
+            raise ValueError(f"{where} is {what}: give a finite number")
+        bad = np.isnan(array) if what == "NaN" else np.isinf(array)
         raise ValueError(
-            f"{where} has {what}, first in row {first}: drop these rows, or fill them with any valid number and mask "
-            "them with numpyro.sample(..., obs_mask=)"
+            f"{where} has {what}, first in row {int(np.argwhere(bad)[0][0])}: drop these rows, or fill them with any "
+            "valid number and mask them with numpyro.sample(..., obs_mask=)"
         )
     return array
 
@@ -278,25 +320,45 @@ def _check_alike(data: dict[str, dict[str, Any]]) -> None:
     usual = _most_common({name: tuple(sorted(args)) for name, args in data.items()})
     for name, args in data.items():
         if tuple(sorted(args)) != usual:
-            raise ValueError(f"silo {name!r} has the arguments {', '.join(sorted(args))}; the others {', '.join(usual)}")
-    structure = jax.tree.structure(data[first])
-    for name, args in data.items():
-        if jax.tree.structure(args) != structure:
-            raise ValueError(f"silo {name!r} nests its arguments as {jax.tree.structure(args)}, {first!r} as {structure}")
+            raise ValueError(
+                f"silo {name!r} has the arguments {', '.join(sorted(args))}; the others {', '.join(usual)}: give every "
+                "silo the same ones"
+            )
+    structures = {name: tuple(path for path, _ in leaves(args)) for name, args in data.items()}
+    structure = _most_common(structures)
+    for name, paths in structures.items():
+        if paths != structure:
+            raise ValueError(
+                f"silo {name!r} nests its arguments as {', '.join(paths)}; the others as {', '.join(structure)}: give "
+                "every silo the same ones"
+            )
     for position, (path, _) in enumerate(leaves(data[first])):
         column = {name: jax.tree.leaves(args)[position] for name, args in data.items()}
-        kinds = {name: "int" if isinstance(leaf, int) else str(leaf.dtype) for name, leaf in column.items()}
+        kinds = {name: _dtype(leaf) for name, leaf in column.items()}
         kind = _most_common(kinds)
         for name, got in kinds.items():
             if got != kind:
-                raise TypeError(f"argument {path!r} is {got} in silo {name!r} and {kind} in the others: convert one of them")
-        if kind == "int":
+                raise TypeError(f"argument {path!r} is {got} in silo {name!r} and {kind} in the others: convert it")
+        if isinstance(column[first], bool) and len(set(column.values())) > 1:
+            differ = next(name for name, leaf in column.items() if leaf != column[first])
+            raise ValueError(
+                f"option {path!r} is {column[first]} in silo {first!r} and {column[differ]} in silo {differ!r}: they would "
+                f"have different models. Give all the same, or pass it as data: {path}=np.asarray({column[first]})"
+            )
+        if isinstance(column[first], int):
             continue
         trailing = {name: leaf.shape[1:] if leaf.ndim else None for name, leaf in column.items()}
         shape = _most_common(trailing)
         for name, got in trailing.items():
             if got != shape:
-                raise ValueError(f"argument {path!r}: {name!r} has {_columns(got)}, the others {_columns(shape)}")
+                raise ValueError(
+                    f"argument {path!r}: silo {name!r} has {_columns(got)}, the others {_columns(shape)}. Silos may "
+                    "differ in their rows (the first axis) only."
+                )
+
+
+def _dtype(leaf: Any) -> str:
+    return type(leaf).__name__ if isinstance(leaf, int) else str(leaf.dtype)
 
 
 def _columns(trailing: tuple[int, ...] | None) -> str:
@@ -321,9 +383,13 @@ def _warn_once_about_numbers(silos: Silos) -> None:
                 large.add(path)
     if doubles and not jax.config.jax_enable_x64:
         warnings.warn(
-            f"{', '.join(sorted(doubles))} are float64 and will be computed in float32: call numpyro.enable_x64() first, "
-            "or pass float32",
+            f"{', '.join(sorted(doubles))} are float64 and will be computed in float32: call numpyro.enable_x64() "
+            "first, or pass float32",
             stacklevel=3,
         )
     if large:
-        warnings.warn(f"{', '.join(sorted(large))} have values above {LARGE:.0e}: standardise them", stacklevel=3)
+        warnings.warn(
+            f"{', '.join(sorted(large))} have values above {LARGE:.0e}, where float32 loses differences of order one: "
+            "standardise them",
+            stacklevel=3,
+        )

@@ -98,6 +98,8 @@ def trace_shapes(model: Model, kwargs: Mapping[str, Any]) -> Tracing:
                 plates[name] = size
             elif site["type"] in ("sample", "deterministic", "param", "mutable"):
                 sites[name] = _site_shape(name, site)
+                for plate, _, size in sites[name].plates:  # a plate inside a scan has no site of its own
+                    plates.setdefault(plate, size)
         return 0
 
     jax.eval_shape(run, arrays)
@@ -112,20 +114,16 @@ def _site_shape(name: str, site: dict) -> SiteShape:
         return SiteShape(kind, shape, None, (), None, plates, False, "")
     fn = site["fn"]
     kind = "latent" if not site["is_observed"] else "factor" if isinstance(unwrapped(fn), Unit) else "observed"
-    log_prob = jnp.shape(fn.log_prob(value)) if not isinstance(unwrapped(fn), Unit) else tuple(fn.batch_shape)
+    if kind == "observed":
+        _check_observed_shape(name, jnp.shape(value), tuple(fn.shape()))
+    log_prob = jnp.shape(log_density(site))
     for plate, dim, size in plates:
         if len(log_prob) < -dim or log_prob[dim] != size:
             raise PartitionError(
-                f"sample site {name!r} has log densities of shape {log_prob} in plate {plate!r} of size {size}"
+                f"sample site {name!r} has log densities of shape {log_prob} in plate {plate!r} of size {size}: give the "
+                f"plate the size of its rows, and its distribution (and obs=) {size} rows"
             )
-    expected = tuple(fn.shape())
-    if kind == "observed" and np.broadcast_shapes(jnp.shape(value), expected) not in (jnp.shape(value), expected):
-        raise PartitionError(
-            f"sample site {name!r} observes values of shape {jnp.shape(value)} where its distribution has shape "
-            f"{expected}: they would broadcast to {' x '.join(map(str, np.broadcast_shapes(jnp.shape(value), expected)))}. "
-            f"Give the observations the shape {expected}."
-        )
-    support = fn.support
+    support = support_of(fn)
     discrete = bool(getattr(support, "is_discrete", False))
     unconstrained = None
     if kind == "latent" and not discrete:
@@ -133,6 +131,39 @@ def _site_shape(name: str, site: dict) -> SiteShape:
             transform = biject_to(support)
         unconstrained = jnp.shape(transform.inv(value))
     return SiteShape(kind, jnp.shape(value), log_prob, tuple(fn.batch_shape), unconstrained, plates, discrete, label(fn))
+
+
+def _check_observed_shape(name: str, value: Shape, expected: Shape) -> None:
+    """Observations of another shape than their distribution's broadcast, and the log density is simply wrong."""
+    got = f"sample site {name!r} observes values of shape {value} where its distribution has shape {expected}"
+    try:
+        together = np.broadcast_shapes(value, expected)
+    except ValueError:
+        raise PartitionError(f"{got}: give both the same rows") from None
+    if together not in (value, expected):
+        raise PartitionError(
+            f"{got}: they would broadcast to {' x '.join(map(str, together))}. Give the observations the shape {expected}."
+        )
+    repeated = [(a, b) for a, b in zip(value[::-1], expected[::-1], strict=False) if a == 1 != b]
+    if repeated:
+        raise PartitionError(
+            f"{got}: one observation would be counted {repeated[0][1]} times. Give the observations the shape {expected} "
+            "(jnp.broadcast_to, if you mean it)."
+        )
+
+
+def log_density(site: dict) -> Any:
+    """The site's log density at its value, element by element, as NumPyro counts it."""
+    log_prob = site["fn"].log_prob(site["value"])
+    return log_prob if site["scale"] is None else site["scale"] * log_prob
+
+
+def support_of(fn: Distribution) -> Any:
+    """The distribution's support, or None when its author gave none (observed sites can do without)."""
+    try:
+        return fn.support
+    except NotImplementedError:
+        return None
 
 
 def unwrapped(fn: Distribution) -> Distribution:
@@ -167,7 +198,16 @@ def trace_silo(model: Model, silo: str, kwargs: Mapping[str, Any]) -> Tracing:
         return trace_shapes(model, kwargs)
     except PartitionError as error:
         raise PartitionError(f"silo {silo!r}: {error}") from None
-    except jax.errors.ConcretizationTypeError as error:
+    except jax.errors.NonConcreteBooleanIndexError as error:
+        raise PartitionError(
+            f"{called}: it selects rows by a boolean array, so that their number depends on the data. Keep all rows and use "
+            f"jnp.where, handlers.mask or obs_mask=, or select them before the silos are made. JAX said: {_first_line(error)}"
+        ) from error
+    except jax.errors.TracerArrayConversionError as error:
+        raise PartitionError(
+            f"{called}: it hands an argument to NumPy. Use jax.numpy inside the model. JAX said: {_first_line(error)}"
+        ) from error
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
         raise PartitionError(
             f"{called}: it reads the values of an array to decide a shape or a branch. Pass such a number as an int "
             f"argument (num_counties=...) and use it in numpyro.plate. JAX said: {_first_line(error)}"
@@ -223,24 +263,25 @@ def dependence(model: Model, kwargs: Mapping[str, Any], own: set[str], sites: di
         full = merge([inputs[f"arg:{path}" if path in own else f"shared:{path}"] for path in paths])
         fixed = {name: inputs[f"{'site' if name in latents else 'param'}:{name}"] for name in starts}
         trace = traced(model, full, substitute=fixed)
-        log_prob = {n: s["fn"].log_prob(s["value"]) for n, s in trace.items() if s["type"] == "sample"}
+        log_prob = {n: log_density(s) for n, s in trace.items() if s["type"] == "sample"}
         value = {
             n: s["value"]
             for n, s in trace.items()
             if s["type"] == "deterministic" or (s["type"] == "sample" and s["is_observed"])
         }
         support = {
-            n: s["fn"].support(s["value"])
+            n: support_of(s["fn"])(s["value"])
             for n, s in trace.items()
-            if s["type"] == "sample" and s["is_observed"] and not isinstance(unwrapped(s["fn"]), Unit)
+            if s["type"] == "sample" and s["is_observed"] and support_of(s["fn"]) is not None
+            if not isinstance(unwrapped(s["fn"]), Unit)
         }
         return log_prob, value, support
 
     inputs = {f"arg:{path}" if path in own else f"shared:{path}": a for path, a in zip(paths, arrays, strict=True)}
     inputs |= {f"{'site' if name in latents else 'param'}:{name}": start for name, start in starts.items()}
     log_prob, value, support = eval_provenance(run, **inputs)
-    is_set = lambda node: isinstance(node, frozenset)  # noqa: E731
-    union = lambda tree: frozenset().union(*jax.tree.leaves(tree, is_leaf=is_set))  # noqa: E731
+    is_set = lambda node: isinstance(node, frozenset)
+    union = lambda tree: frozenset().union(*jax.tree.leaves(tree, is_leaf=is_set))
     return Dependence(*({name: union(found) for name, found in part.items()} for part in (log_prob, value, support)))
 
 

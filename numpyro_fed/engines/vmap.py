@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
-from numpyro_fed.engines.base import SERVER, START, Stack, identities, sent_to, silo_keys
+from numpyro_fed.engines.base import SERVER, START, Stack, identities, sent_to, silo_keys, strong
 from numpyro_fed.padding import SiloData
 
 CHUNK = 512  # rounds between two looks of the host: progress, stopping, interruption
@@ -30,6 +30,7 @@ class Vmap:
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
         if cohorts is not None and len(cohorts) < CHUNK:
             cohorts = np.concatenate([cohorts, np.repeat(cohorts[-1:], CHUNK - len(cohorts), axis=0)])
+        server, silos = strong((server, silos))
         server, silos, info = _rounds(
             algorithm, stack.names, _bucket_names(stack), key, _arrays(stack), stack.shared, server, silos, first, cohorts, count
         )

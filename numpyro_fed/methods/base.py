@@ -1,0 +1,311 @@
+"""What every method shares: ``run``.
+
+A method is a frozen dataclass of settings. ``run`` checks its arguments, splits the model, finds a start, lets an
+engine do the rounds in chunks (so that progress, interruption and the watch for non-finite losses live on the host),
+and returns a :class:`~numpyro_fed.fit.Fit`.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+from tqdm.auto import tqdm
+
+from numpyro_fed import start
+from numpyro_fed.algorithm import FederatedAlgorithm
+from numpyro_fed.engines.base import Stack, sent_to, traffic
+from numpyro_fed.engines.loopback import Loopback
+from numpyro_fed.engines.vmap import CHUNK, Vmap
+from numpyro_fed.fit import Fit, State
+from numpyro_fed.keys import check_key
+from numpyro_fed.padding import shared_arrays, stack
+from numpyro_fed.schedules import as_schedule
+from numpyro_fed.silos import Silos, leaves
+from numpyro_fed.split_model import SplitModel, split_model
+
+try:
+    from numpyro_fed.split_model import check_support
+except ImportError:
+    check_support = lambda *a: None
+from numpyro_fed.tracing import Model, digest
+
+COHORTS = digest("\0cohorts")
+START_CHUNK = 5  # rounds of mode finding between two looks at whether it has converged
+KEPT = 32  # compiled methods kept
+
+
+class NonFiniteError(FloatingPointError):
+    """The loss stopped being a number. ``fit`` is the last good state."""
+
+    fit: Any = None
+
+
+class Prepared(NamedTuple):
+    """A method made ready for silos of certain shapes; holds no data but the shared arguments."""
+
+    split: SplitModel
+    algorithm: FederatedAlgorithm
+    mode: FederatedAlgorithm | None  # finds a start
+    notes: dict[str, Any]
+
+
+_prepared: "OrderedDict[Any, Prepared]" = OrderedDict()
+
+
+@dataclass(frozen=True)
+class Method:
+    """The settings every method has; see its subclasses."""
+
+    model: Model
+    default_rounds: ClassVar[int] = 1000
+    local: ClassVar[Any]
+    shared: ClassVar[Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.model):
+            raise TypeError(f"model must be a NumPyro model (a function), got a {type(self.model).__name__}")
+        for name in ("local", "shared"):
+            value = getattr(self, name)
+            if value is not None:  # hashable, so that a method can be a key
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+
+    # --- what a method says of itself -------------------------------------------------------------------------------------
+
+    def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
+        raise NotImplementedError
+
+    def adopt(self, prepared: Prepared, server: Any, silos: tuple, found: Any, num_rounds: int) -> tuple[Any, tuple]:
+        """States that start where mode finding ended."""
+        raise NotImplementedError
+
+    def with_rounds(self, server: Any, silos: tuple, num_rounds: int) -> tuple[Any, tuple]:
+        """States whose step sizes suit a run of ``num_rounds``."""
+        return server, silos
+
+    # --- run --------------------------------------------------------------------------------------------------------------
+
+    def ready(self, silos: Silos) -> tuple[Prepared, Stack]:
+        """The method prepared for these silos (from memory, if it has met such shapes before) and their stacked data."""
+        key = (self, _signature(silos))
+        if key in _prepared:
+            _prepared.move_to_end(key)
+            prepared = _prepared[key]
+            check_support(prepared.split, silos)
+            return prepared, _stack(prepared.split, silos)
+        split = split_model(self.model, silos, self.local, self.shared)
+        stacked = _stack(split, silos)
+        prepared = self.prepare(split, stacked)
+        _prepared[key] = prepared
+        while len(_prepared) > KEPT:
+            _prepared.popitem(last=False)
+        return prepared, stacked
+
+    def run(
+        self,
+        rng_key: Any,
+        silos: Silos,
+        num_rounds: int | None = None,
+        *,
+        schedule: Any = None,
+        engine: Any = None,
+        init_state: Any = None,
+        progress_bar: bool = True,
+    ) -> Fit:
+        """Fit the model to the silos.
+
+        Args:
+            rng_key: ``jax.random.key(0)``.
+            silos: the data, an :class:`~numpyro_fed.Silos`.
+            num_rounds: rounds after the start; by default the method's own number.
+            schedule: who takes part in a round: None (all), ``"sequential"``, ``nf.schedules.sampled(cohort_size)``.
+            engine: where it runs; by default ``nf.engines.Vmap()``.
+            init_state: a ``fit.state`` of the same method (its round counter goes on), or a Fit.
+            progress_bar: show rounds, loss and rate.
+
+        Returns:
+            The fit. Stopped by KeyboardInterrupt, the fit so far.
+        """
+        key = check_key(rng_key)
+        if not isinstance(silos, Silos):
+            raise TypeError(f"silos must be an nf.Silos, got a {type(silos).__name__}: wrap it as nf.Silos({{name: arguments}})")
+        num_rounds = self.default_rounds if num_rounds is None else num_rounds
+        if isinstance(num_rounds, bool) or not isinstance(num_rounds, int | np.integer) or num_rounds < 1:
+            raise ValueError(f"num_rounds must be an int of at least 1, got {num_rounds!r}")
+        schedule = as_schedule(schedule)
+        schedule.cohorts(jax.random.key(0), silos.names, 0, 1)  # a schedule that does not fit the silos says so now
+        began = time.perf_counter()
+        prepared, stacked = self.ready(silos)
+        runner = _Runner(self, prepared, stacked, engine or Vmap(), key, silos, began, progress_bar)
+        if init_state is None:
+            server, states = runner.begin(num_rounds)
+            first = 0
+        else:
+            server, states, first = runner.resume(init_state, num_rounds)
+        return runner.rounds(server, states, first, int(num_rounds), schedule)
+
+
+def _stack(split: SplitModel, silos: Silos) -> Stack:
+    return Stack(silos.names, tuple(stack(silos, split.spec, split.partition.axes)), shared_arrays(silos))
+
+
+def _signature(silos: Silos) -> Any:
+    own = tuple(
+        (name, tuple((p, leaf) if isinstance(leaf, int) else (p, leaf.shape, str(leaf.dtype)) for p, leaf in leaves(silos.own(name))))
+        for name in silos.names
+    )
+    shared = tuple(
+        (p, leaf) if isinstance(leaf, int) else (p, leaf.shape, str(leaf.dtype), leaf.tobytes()) for p, leaf in leaves(silos.shared)
+    )
+    return own, shared, silos.own_counts, bool(jax.config.jax_enable_x64)
+
+
+class _Runner:
+    """One run: its engine, progress bar and history."""
+
+    def __init__(
+        self, method: Method, prepared: Prepared, stacked: Stack, engine: Any, key: Any, silos: Silos, began: float, bar: bool
+    ) -> None:
+        self.method, self.prepared, self.stack, self.engine, self.key = method, prepared, stacked, engine, key
+        self.silos, self.began, self.bar = silos, began, bar
+        self.history: list[dict[str, np.ndarray]] = []
+
+    def begin(self, num_rounds: int) -> tuple[Any, tuple]:
+        found = self._find_mode()
+        server, states = self.engine.start(self.prepared.algorithm, self.key, self.stack)
+        return self.method.adopt(self.prepared, server, states, found, num_rounds)
+
+    def _find_mode(self) -> Any:
+        algorithm = self.prepared.mode
+        if algorithm is None:
+            return None
+        key = jax.random.fold_in(self.key, digest("\0mode"))
+        server, states = self.engine.start(algorithm, key, self.stack)
+        limit = getattr(self.method, "start_rounds", start.MAX_ROUNDS)
+        done, sent = 0, self._traffic(algorithm, server, states)
+        with tqdm(total=limit, desc="finding a start", disable=not self.bar, leave=False) as bar:
+            while done < limit:
+                count = min(START_CHUNK, limit - done)
+                server, states, info = self.engine.rounds(algorithm, key, self.stack, server, states, done, None, count)
+                done += count
+                self._record({"loss": info["loss"]}, count, len(self.stack.names), sent, started=True)
+                bar.update(count)
+                if float(info["gain"][-1]) < start.CONVERGED:
+                    break
+        if not np.isfinite(float(server.value)):
+            self._raise_non_finite(algorithm, key, server, states, done, None)
+        return server, states
+
+    def _traffic(self, algorithm: FederatedAlgorithm, server: Any, states: tuple) -> Any:
+        name = self.stack.buckets[0].names[0]
+        return traffic(algorithm, server, jax.tree.map(lambda leaf: leaf[0], states[0]), self.stack.data(name))
+
+    def _record(self, info: dict, count: int, cohort: int, sent: Any, started: bool = False) -> None:
+        rows = dict(info)
+        rows.setdefault("bytes_up", np.full(count, cohort * sent.up))
+        rows.setdefault("bytes_down", np.full(count, cohort * sent.down))
+        rows["start"] = np.full(count, started)
+        self.history.append(rows)
+
+    def resume(self, init_state: Any, num_rounds: int) -> tuple[Any, tuple, int]:
+        if isinstance(init_state, Fit):
+            init_state = init_state.state
+        if not isinstance(init_state, State):
+            raise TypeError(f"init_state must be a fit.state or a Fit, got a {type(init_state).__name__}")
+        if set(init_state.names) != set(self.stack.names):
+            gone = sorted(set(init_state.names) - set(self.stack.names))
+            new = sorted(set(self.stack.names) - set(init_state.names))
+            raise ValueError(
+                "init_state has other silos: "
+                + "; ".join([f"missing now: {', '.join(gone)}"] * bool(gone) + [f"not in the state: {', '.join(new)}"] * bool(new))
+            )
+        if init_state.method != type(self.method).__name__:
+            raise ValueError(f"init_state is of {init_state.method}, this is {type(self.method).__name__}")
+        shapes = jax.eval_shape(lambda: self.engine.start(self.prepared.algorithm, self.key, self.stack))
+        states = init_state.arranged(self.stack)
+        for got, expected in zip(jax.tree.leaves((init_state.server, states)), jax.tree.leaves(shapes), strict=False):
+            if got.shape != expected.shape:
+                raise ValueError(
+                    f"init_state was made with other settings or silos of other sizes (an array of shape {got.shape} where "
+                    f"{expected.shape} is needed): use the method and silos it came from"
+                )
+        if jax.tree.structure((init_state.server, states)) != jax.tree.structure(shapes):
+            raise ValueError("init_state was made with other settings (guide, optimiser): use the method it came from")
+        server, states = self.method.with_rounds(init_state.server, states, num_rounds)
+        return server, states, init_state.round
+
+    def rounds(self, server: Any, states: tuple, first: int, num_rounds: int, schedule: Any) -> Fit:
+        algorithm, names = self.prepared.algorithm, self.stack.names
+        sent = self._traffic(algorithm, server, states)
+        cohort_key = jax.random.fold_in(self.key, COHORTS)
+        size = 16 if isinstance(self.engine, Loopback) else CHUNK
+        done = 0
+        with tqdm(total=num_rounds, desc=type(self.method).__name__, disable=not self.bar, unit="round") as bar:
+            try:
+                while done < num_rounds:
+                    count = min(size, num_rounds - done)
+                    cohorts = schedule.cohorts(cohort_key, names, first + done, count)
+                    good = server, states
+                    server, states, info = self.engine.rounds(
+                        algorithm, self.key, self.stack, server, states, first + done, cohorts, count
+                    )
+                    bad = np.flatnonzero(~np.isfinite(info["loss"]))
+                    if bad.size:
+                        server, states, info = self.engine.rounds(
+                            algorithm, self.key, self.stack, *good, first + done, cohorts, int(bad[0])
+                        )
+                        self._record(info, int(bad[0]), len(names) if cohorts is None else cohorts.shape[1], sent)
+                        at = first + done + int(bad[0])
+                        members = None if cohorts is None else cohorts[int(bad[0])]
+                        self._raise_non_finite(algorithm, self.key, server, states, at, members)
+                    self._record(info, count, len(names) if cohorts is None else cohorts.shape[1], sent)
+                    done += count
+                    bar.update(count)
+                    bar.set_postfix(loss=f"{float(np.mean(info['loss'][-100:])):.4g}")
+            except KeyboardInterrupt:
+                bar.write(f"stopped after {done} of {num_rounds} rounds; this is the fit so far")
+        return self._fit(server, states, first + done)
+
+    def _fit(self, server: Any, states: tuple, last: int) -> Fit:
+        keys = [name for name in self.history[0]] if self.history else []
+        keys = [name for name in keys if all(name in rows for rows in self.history)]
+        history = {name: np.concatenate([rows[name] for rows in self.history]) for name in keys}
+        state = State(type(self.method).__name__, self.stack.names, tuple(b.names for b in self.stack.buckets), server, states, last)
+        seconds = time.perf_counter() - self.began
+        padded = tuple({axis: mask.shape[-1] for axis, mask in bucket.mask.items()} for bucket in self.stack.buckets)
+        return Fit(self.method, self.prepared.split, state, history, seconds, padded, self.silos)
+
+    def _raise_non_finite(self, algorithm: FederatedAlgorithm, key: Any, server: Any, states: tuple, at: int, cohort: Any) -> None:
+        """Name the silos whose message is not finite, and the sites in them; hand over the last good fit."""
+        round_key = jax.random.fold_in(key, at)
+        sent = algorithm.broadcast(jax.random.fold_in(round_key, digest("\0server")), server)
+        names = self.stack.names if cohort is None else [self.stack.names[j] for j in np.asarray(cohort).tolist()]
+        culprits = []
+        for name in names:
+            b, position = self.stack.place(name)
+            state = jax.tree.map(lambda leaf, position=position: leaf[position], states[b])
+            silo_key = jax.random.fold_in(round_key, digest(name))
+            message, _ = algorithm.silo_step(silo_key, sent_to(sent, self.stack.names.index(name)), state, self.stack.data(name))
+            if not all(bool(np.all(np.isfinite(leaf))) for leaf in jax.tree.leaves(message)):
+                culprits.append(f"{name!r} ({', '.join(self._bad_sites(name, sent, state)) or 'its gradient'})")
+        where = f"silo {', '.join(culprits)}" if culprits else "the server's prior term"
+        error = NonFiniteError(
+            f"the loss is not finite at round {at}, from {where}. Standardise the data, check the distributions' "
+            "parameters, or pass a smaller step: optim=optax.adam(1e-3). The error's .fit is the last good state."
+        )
+        if algorithm is self.prepared.algorithm:
+            error.fit = self._fit(server, states, at)
+        raise error
+
+    def _bad_sites(self, name: str, sent: Any, state: Any) -> Iterable[str]:
+        split, data = self.prepared.split, self.stack.data(name)
+        common = sent.common
+        z = common.z[0] if hasattr(common, "z") else common[: split.dim]
+        local = state.base.loc if hasattr(state, "base") else state.loc
+        theta = common.theta if hasattr(common, "theta") else split.theta
+        for site, term in split.evaluate(z, local, theta, data).terms.items():
+            if not bool(np.all(np.isfinite(term))):
+                yield f"site {site!r}"

@@ -1,0 +1,329 @@
+r"""Pooled NUTS on the split model: the posterior that a federated method approximates.
+
+:func:`nuts` needs no pooled model. The target is the sum of the server's and the silos' terms,
+
+.. math::
+
+    \log p(z_G) + \sum_j \log p(z_{Lj}, y_j \mid z_G) - \tfrac12 \sum_{\text{padded}} z^2,
+
+on unconstrained vectors. The last sum runs over the local elements that no density touches: padded rows, and the observed
+half of an ``obs_mask``. Left flat, they would be random walks that send every trajectory to its maximal length; as
+standard normals, independent of all else, they change neither the posterior nor (noticeably) the step.
+
+All data are in one place here: it is the judge of a federated run, not a part of one.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+from jax.flatten_util import ravel_pytree
+from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
+from numpyro.distributions import biject_to
+from numpyro.infer import MCMC, NUTS
+
+from numpyro_fed.engines.base import Stack
+from numpyro_fed.keys import check_key
+from numpyro_fed.padding import SiloData, shared_arrays, stack
+from numpyro_fed.silos import Silos
+from numpyro_fed.split_model import SplitModel, split_model
+from numpyro_fed.tracing import Model
+
+Array = Any
+
+RADIUS = 2.0  # of the cube of starts in unconstrained space, as in NumPyro and Stan
+TRIES = 100  # starts tried for each chain; the radius is halved after every ten
+R_HAT = 1.05  # above this the chains have not mixed
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Draws of pooled NUTS. Make one with :func:`nuts`."""
+
+    split: SplitModel = field(repr=False)
+    data: Stack = field(repr=False)
+    theta: dict[str, Array]  # unconstrained
+    draws: dict[str, Array] = field(repr=False)  # {global site: (chains, draws, ...)}, constrained
+    unconstrained: dict[str, Any] = field(repr=False)  # {"z": (chains, draws, d), "local": ({group: ...}, ...)}
+    diverging: np.ndarray = field(repr=False)  # (chains, draws)
+    num_steps: np.ndarray = field(repr=False)  # (chains, draws): leapfrog steps of each draw
+    seconds: float  # wall time, with compilation
+
+    @property
+    def num_chains(self) -> int:
+        return self.diverging.shape[0]
+
+    @property
+    def num_samples(self) -> int:
+        """Draws of each chain."""
+        return self.diverging.shape[1]
+
+    @property
+    def divergences(self) -> int:
+        return int(self.diverging.sum())
+
+    def get_samples(self, group_by_chain: bool = False) -> dict[str, Array]:
+        """``{site: draws}`` of the global sites and the deterministics of them, constrained."""
+        return {name: value if group_by_chain else _flat(value) for name, value in self.draws.items()}
+
+    def sample_local(self, silo: str, group_by_chain: bool = False) -> dict[str, Array]:
+        """``{site: draws}`` of a silo's local sites and deterministics, unpadded, in the order of :meth:`get_samples`."""
+        if silo not in self.data.names:
+            raise KeyError(f"no silo is named {silo!r}; the silos are {', '.join(map(repr, self.data.names))}")
+        b, position = self.data.place(silo)
+        data = self.data.data(silo)
+        local = {name: value[:, :, position] for name, value in self.unconstrained["local"][b].items()}
+        values = _constrained_local(self.split, self.unconstrained["z"], local, self.theta, data)
+        lengths = {axis.name: axis.lengths[silo] for axis in self.split.partition.axes}
+        padded = {axis: mask.shape[0] for axis, mask in data.mask.items()}
+        values = self.split.unpadded(values, lengths, padded)
+        return {name: np.asarray(value if group_by_chain else _flat(value)) for name, value in values.items()}
+
+    def diagnostics(self) -> pd.DataFrame:
+        """Mean, sd, n_eff and split r_hat of every global scalar; a constant one has neither n_eff nor r_hat."""
+        values = scalars(self.draws, batch=2)
+        columns: dict[str, list[float]] = {"mean": [], "sd": [], "n_eff": [], "r_hat": []}
+        for x in values.values():
+            columns["mean"].append(x.mean(dtype=np.float64))
+            columns["sd"].append(x.std(ddof=1, dtype=np.float64))
+            columns["n_eff"].append(num_effective(x))
+            columns["r_hat"].append(np.nan if constant(x) or x.shape[1] < 4 else float(split_gelman_rubin(x)))
+        return pd.DataFrame(columns, index=pd.Index(list(values), name="parameter"))
+
+    def __repr__(self) -> str:
+        return (
+            f"Reference: NUTS, {self.num_chains} chains of {self.num_samples} draws, {self.seconds:.1f} s, "
+            f"{self.divergences} divergences; sites {', '.join(self.draws) or '(no global ones)'}"
+        )
+
+
+def nuts(
+    model: Model,
+    silos: Silos,
+    *,
+    rng_key: Any = None,
+    num_warmup: int = 1000,
+    num_samples: int = 1000,
+    num_chains: int = 4,
+    local: Any = None,
+    shared: Any = None,
+    theta: Mapping[str, Any] | None = None,
+    chain_method: str = "vectorized",
+    progress_bar: bool = True,
+    **nuts_options: Any,
+) -> Reference:
+    """Pooled NUTS on the same split that the federated methods use.
+
+    Args:
+        model: an ordinary NumPyro model, called as ``model(**silos[name])``.
+        silos: the data; ragged silos are padded, which leaves the posterior as it is.
+        rng_key: a JAX key; ``jax.random.key(0)`` when not given.
+        num_warmup, num_samples, num_chains: as in :class:`numpyro.infer.MCMC`, per chain.
+        local, shared: names of sites or plates, overriding the automatic partition.
+        theta: ``{name: constrained value}`` of the model's ``numpyro.param`` sites, which NUTS holds fixed. Those not
+            given stay at their initial values in the model; ``theta=fit.params`` judges a fit at its own.
+        chain_method: as in :class:`numpyro.infer.MCMC`; "sequential" needs the least memory.
+        nuts_options: options of :class:`numpyro.infer.NUTS`, such as ``target_accept_prob=0.95``.
+
+    Each chain starts at a point drawn uniformly from [-2, 2] in every unconstrained dimension, as in NumPyro. Where the
+    log density or its gradient is not finite there, the chain draws again, a hundred times at most, from a cube that is
+    halved after every ten.
+
+    >>> import numpy as np, numpyro, numpyro.distributions as dist
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+    ...     with numpyro.plate("rows", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+    >>> silos = Silos([dict(y=np.full(n, n, np.float32)) for n in (2, 3)])
+    >>> ref = nuts(model, silos, num_warmup=200, num_samples=200, num_chains=2, progress_bar=False)
+    >>> ref.get_samples()["mu"].shape
+    (400,)
+    """
+    start = time.perf_counter()
+    key = jax.random.key(0) if rng_key is None else check_key(rng_key)
+    split = split_model(model, silos, local, shared)
+    if not split.dim and not split.groups:
+        raise ValueError("the model has no latent sites: there is nothing to sample")
+    fixed = _fixed_theta(split, theta)
+    data = Stack(silos.names, tuple(stack(silos, split.spec, split.partition.axes)), shared_arrays(silos))
+    potential = partial(_potential, split, data, fixed)
+
+    key_start, key_run = jax.random.split(key)
+    starts, found = _starts(jax.jit(jax.vmap(partial(_start, potential, _point(split, data)))), key_start, num_chains)
+    if not np.all(found):
+        raise ValueError(
+            f"no start with a finite log density and gradient was found in {TRIES} tries: check the data's scale and the "
+            "distributions' parameters, or bound them (a scale that can reach zero, an exp that overflows)"
+        )
+    mcmc = MCMC(
+        NUTS(potential_fn=potential, **nuts_options),
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=num_chains,
+        chain_method=chain_method,
+        progress_bar=progress_bar,
+    )
+    if num_chains == 1:  # NumPyro has no chain axis then
+        starts = jax.tree.map(lambda leaf: leaf[0], starts)
+    mcmc.run(key_run, init_params=starts, extra_fields=("diverging", "num_steps"))
+    unconstrained = mcmc.get_samples(group_by_chain=True)
+    extra = {name: np.asarray(value) for name, value in mcmc.get_extra_fields(group_by_chain=True).items()}
+    draws = _constrained_global(split, unconstrained["z"], fixed)
+    reference = Reference(
+        split,
+        data,
+        fixed,
+        {name: np.asarray(value) for name, value in draws.items()},
+        jax.tree.map(np.asarray, unconstrained),
+        extra["diverging"],
+        extra["num_steps"],
+        time.perf_counter() - start,
+    )
+    _warn(reference)
+    return reference
+
+
+# --- the target -----------------------------------------------------------------------------------------------------------
+
+
+def _potential(split: SplitModel, data: Stack, theta: dict[str, Array], point: dict[str, Any]) -> Array:
+    """-log density of the pooled model, with a standard normal on the local elements that no density touches."""
+    energy = -split.log_prior(point["z"], theta)
+    for bucket, local in zip(data.buckets, point["local"], strict=True):
+
+        def of_silo(args: Any, mask: Any, z_local: dict[str, Array]) -> Array:
+            terms, active = split.evaluate(point["z"], z_local, theta, SiloData(args, mask, data.shared))
+            unused = sum((jnp.sum(jnp.where(active[g], 0.0, z_local[g]) ** 2) for g in active), jnp.zeros(()))
+            return 0.5 * unused - sum((jnp.sum(term) for term in terms.values()), jnp.zeros(()))
+
+        energy = energy + jnp.sum(jax.vmap(of_silo)(bucket.args, bucket.mask, local))
+    return energy
+
+
+def _point(split: SplitModel, data: Stack) -> dict[str, Any]:
+    """Zeros in the shape of the sampler's state: z_G, and each bucket's z_L stacked over its silos."""
+    local = tuple(jax.vmap(split.zeros_local)(bucket.mask) for bucket in data.buckets)
+    return {"z": jnp.zeros(split.dim), "local": local}
+
+
+def _start(potential: Callable[[Any], Array], zeros: Any, key: Array) -> tuple[Any, Array]:
+    """A point with a finite potential and gradient, and whether one was found."""
+    flat, unravel = ravel_pytree(zeros)
+
+    def draw(attempt: Array) -> Array:
+        radius = RADIUS * 0.5 ** (attempt // 10)
+        return jax.random.uniform(jax.random.fold_in(key, attempt), flat.shape, flat.dtype, -1, 1) * radius
+
+    def fails(x: Array) -> Array:
+        energy, gradient = jax.value_and_grad(lambda x: potential(unravel(x)))(x)
+        return ~(jnp.isfinite(energy) & jnp.all(jnp.isfinite(gradient)))
+
+    def again(carry: tuple) -> tuple:
+        attempt, x, _ = carry
+        x = draw(attempt)
+        return attempt + 1, x, fails(x)
+
+    _, x, failed = jax.lax.while_loop(lambda carry: carry[2] & (carry[0] < TRIES), again, (0, flat, jnp.array(True)))
+    return unravel(x), ~failed
+
+
+def _starts(start: Callable[[Array], tuple[Any, Array]], key: Array, num_chains: int) -> tuple[Any, np.ndarray]:
+    # each chain's start depends on its number alone, not on how many chains there are
+    keys = jax.vmap(lambda chain: jax.random.fold_in(key, chain))(jnp.arange(num_chains))
+    points, found = start(keys)
+    return points, np.asarray(found)
+
+
+def _fixed_theta(split: SplitModel, theta: Mapping[str, Any] | None) -> dict[str, Array]:
+    given = dict(theta or {})
+    unknown = sorted(set(given) - set(split.theta) - set(split.constants))
+    if unknown:
+        raise ValueError(
+            f"theta= names {', '.join(map(repr, unknown))}; the model's params are {', '.join(split.theta) or 'none'}"
+        )
+    left = [name for name in split.theta if name not in given]
+    if left:
+        warnings.warn(
+            f"NUTS does not learn {', '.join(left)}: held at the initial value in the model. Pass theta=fit.params to judge a "
+            "fit at the values it learned, or make them sample sites with a prior",
+            stacklevel=3,
+        )
+    fixed = dict(split.theta)
+    for name in split.theta:
+        if name in given:
+            value = jnp.asarray(given[name], split.theta[name].dtype)
+            fixed[name] = jnp.broadcast_to(biject_to(split.constraints[name]).inv(value), split.theta[name].shape)
+    return fixed
+
+
+# --- back to named sites ----------------------------------------------------------------------------------------------------
+
+
+def _constrained_global(split: SplitModel, z: Array, theta: dict[str, Array]) -> dict[str, Array]:
+    return jax.jit(jax.vmap(jax.vmap(lambda z: split.constrain_global(z, theta))))(z)
+
+
+def _constrained_local(
+    split: SplitModel, z: Array, local: dict[str, Array], theta: dict[str, Array], data: SiloData
+) -> dict[str, Array]:
+    one = lambda z, z_local: split.constrain_local(z, z_local, theta, data)
+    return jax.jit(jax.vmap(jax.vmap(one)))(z, local)
+
+
+def scalars(draws: Mapping[str, Any], batch: int = 1) -> dict[str, np.ndarray]:
+    """The scalars of ``{site: draws}``, named ``beta[0]``, ``L[0, 1]``; the first ``batch`` axes are draws.
+
+    >>> list(scalars({"mu": np.zeros(5), "L": np.zeros((5, 1, 2))}))
+    ['mu', 'L[0, 0]', 'L[0, 1]']
+    """
+    out = {}
+    for name, value in draws.items():
+        value = np.asarray(value)
+        for index in np.ndindex(*value.shape[batch:]):
+            label = f"{name}[{', '.join(map(str, index))}]" if index else name
+            out[label] = value[(slice(None),) * batch + index]
+    return out
+
+
+def constant(x: np.ndarray) -> bool:
+    """Whether draws vary by no more than their rounding: the diagonal of a correlation matrix."""
+    rounding = 8 * np.finfo(x.dtype).eps * np.max(np.abs(x)) if np.issubdtype(x.dtype, np.floating) else 0
+    return bool(np.ptp(x) <= rounding)
+
+
+def num_effective(x: np.ndarray) -> float:
+    """Effective sample size of (chains, draws), NaN for a constant or too short a chain."""
+    if constant(x) or x.shape[1] < 4:
+        return np.nan
+    found = float(effective_sample_size(x))
+    # a chain that alternates can make the estimate negative or boundless; Stan's bound is n log10(n)
+    bound = x.size * np.log10(x.size)
+    return min(found, bound) if found > 0 else bound
+
+
+def _flat(value: Array) -> Array:
+    return value.reshape((-1, *value.shape[2:]))
+
+
+def _warn(reference: Reference) -> None:
+    if reference.divergences:
+        warnings.warn(
+            f"{reference.divergences} of {reference.diverging.size} draws diverged: the reference may miss part of the "
+            "posterior. Pass target_accept_prob=0.95 or higher, or write the model non-centred",
+            stacklevel=3,
+        )
+    table = reference.diagnostics()
+    mixed = table["r_hat"].dropna()
+    if len(mixed) and mixed.max() > R_HAT:
+        warnings.warn(
+            f"the chains disagree about {mixed.idxmax()} (r_hat {mixed.max():.2f}, n_eff {table['n_eff'][mixed.idxmax()]:.0f}): "
+            "do not judge a fit by this reference. Run longer chains (num_warmup=, num_samples=), or look for several modes",
+            stacklevel=3,
+        )

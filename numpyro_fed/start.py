@@ -1,0 +1,221 @@
+r"""Where to start: a few rounds of Newton's method, counted like any other round.
+
+A prior N(0, 100) says little about an answer of 242, so a start needs data. The objective is the evidence bound with a
+point at :math:`x = (z_G, \theta)` and, in each silo, a normal over the locals fitted by Newton's method at that point
+(mode :math:`m`, scale :math:`S`, slope :math:`C = dm/dz_G`):
+
+.. math::
+
+    F_j(x) = \frac1K \sum_k \log p(y_j, m + C (z_G - \hat z_G) + S \epsilon_k \mid x) + \log |S|
+
+Integrating over the locals' spread keeps variance parameters from collapsing to zero, where the joint density of a
+hierarchical model has its (useless) mode. A silo sends the value, gradient and Hessian of :math:`F_j`: O(d^2) numbers
+for at most ``MAX_ROUNDS`` rounds. The server takes damped Newton steps (Levenberg and Marquardt, with the absolute
+values of the curvatures), and the curvature at the end is the first guess of the posterior's covariance.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.padding import SiloData
+from numpyro_fed.split_model import SplitModel
+from numpyro_fed.tracing import digest
+
+Array = Any
+MAX_ROUNDS = 30
+MAX_DIM = 200  # above this a dense Hessian costs more than it gives
+DRAWS = 8  # of the locals, antithetic
+LOCAL_STEPS = 4
+ENTROPY = 0.5 * (1 + float(np.log(2 * np.pi)))  # of a standard normal
+CONVERGED = 0.05  # expected gain of the next step, in log density: a third of a posterior sd
+
+
+class ServerState(NamedTuple):
+    x: Array  # (d + p,) the best point so far
+    trial: Array  # (d + p,) the point that is sent next
+    value: Array
+    precision: Array  # (d + p, d + p) minus the Hessian at x
+    gradient: Array
+    damping: Array
+    gain: Array  # expected from the next step
+
+
+class SiloState(NamedTuple):
+    """The locals' normal approximation at the last point received."""
+
+    loc: dict[str, Array]  # {group: (rows, k)}
+    scale: dict[str, Array]  # {group: (rows, k)}
+    coupling: dict[str, Array]  # {group: (rows, k, d)}
+
+
+class Message(NamedTuple):
+    value: Array
+    gradient: Array  # (d + p,)
+    hessian: Array  # (d + p, d + p)
+
+
+def newton_start(split: SplitModel) -> FederatedAlgorithm:
+    """Mode finding as a federated algorithm. Its final states start the variational methods."""
+    theta_flat, unravel_theta = ravel_pytree(split.theta)
+    d, size = split.dim, split.dim + theta_flat.shape[0]
+
+    def parts(x: Array) -> tuple[Array, dict]:
+        return x[:d], unravel_theta(x[d:])
+
+    def init(key: Array) -> ServerState:
+        x = jnp.concatenate([jnp.zeros(d), theta_flat])
+        zero, eye = jnp.zeros(size), jnp.eye(size)
+        return ServerState(x, x, jnp.array(-jnp.inf), eye, zero, jnp.array(1e-3), jnp.array(jnp.inf))
+
+    def broadcast(key: Array, server: ServerState) -> Broadcast:
+        return Broadcast(server.trial)
+
+    def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
+        zeros = split.zeros_local(data.mask)
+        return SiloState(
+            zeros,
+            jax.tree.map(jnp.ones_like, zeros),
+            {group: jnp.zeros((*value.shape, d)) for group, value in zeros.items()},
+        )
+
+    def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
+        x = broadcast.common
+        silo = fit_locals(split, x[:d], parts(x)[1], silo, data)
+        draws = {  # the same in every round: the objective is then a fixed function
+            g.name: jax.random.normal(jax.random.key(digest(g.name)), (g.num_rows(data.mask), DRAWS // 2, g.size))
+            for g in split.groups
+        }
+        eps = {g: jnp.moveaxis(jnp.concatenate([e, -e], axis=1), 1, 0) for g, e in draws.items()}
+
+        def bound(x_new: Array) -> Array:
+            z, theta = parts(x_new)
+
+            def one(eps: dict) -> Array:
+                moved = {g: silo.loc[g] + silo.coupling[g] @ (z - x[:d]) + silo.scale[g] * eps[g] for g in silo.loc}
+                return split.log_silo(z, moved, theta, data)
+
+            return jnp.mean(jax.vmap(one)(eps)) if split.groups else split.log_silo(z, {}, theta, data)
+
+        active = _valid(split, data)
+        entropy = sum((jnp.sum(jnp.where(active[g], jnp.log(silo.scale[g]) + ENTROPY, 0.0)) for g in silo.scale), jnp.zeros(()))
+        value, gradient = jax.value_and_grad(bound)(x)
+        hessian = jax.jacfwd(jax.grad(bound))(x)
+        return Message(value + entropy, gradient, hessian), silo
+
+    def aggregate(messages: Message, cohort: Cohort) -> Message:
+        return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), messages)
+
+    def server_step(key: Array, server: ServerState, silos: Message) -> tuple[ServerState, dict]:
+        def prior(x: Array) -> Array:
+            return split.log_prior(*parts(x))
+
+        value = silos.value + prior(server.trial)
+        gradient = silos.gradient + jax.grad(prior)(server.trial)
+        precision = -(silos.hessian + jax.jacfwd(jax.grad(prior))(server.trial))
+        finite = jnp.isfinite(value) & jnp.all(jnp.isfinite(gradient)) & jnp.all(jnp.isfinite(precision))
+        # the locals are fitted anew at every point, so the value carries a small error: allow for it
+        better = finite & (value >= server.value - 1e-4 * jnp.abs(server.value) - 0.1)
+        keep = lambda new, old: jnp.where(better, new, old)  # noqa: E731
+        x = keep(server.trial, server.x)
+        gradient, precision = keep(gradient, server.gradient), keep(precision, server.precision)
+        damping = jnp.clip(keep(server.damping / 5, jnp.maximum(server.damping * 10, 1e-2)), 1e-6, 1e6)
+        step = newton_step(gradient, precision, damping)
+        gain = 0.5 * gradient @ step
+        server = ServerState(x, x + step, keep(value, server.value), precision, gradient, damping, jnp.where(better, gain, jnp.inf))
+        return server, {"loss": -server.value, "gain": server.gain}
+
+    return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step)
+
+
+def newton_step(gradient: Array, precision: Array, damping: Array) -> Array:
+    """A damped step uphill: curvatures enter by their absolute values, scaled to a unit diagonal first."""
+    scale = jax.lax.rsqrt(jnp.maximum(jnp.abs(jnp.diagonal(precision)), 1e-10))
+    values, vectors = jnp.linalg.eigh(precision * scale[:, None] * scale)
+    curvature = jnp.maximum(jnp.abs(values), 1e-4) + damping
+    return scale * (vectors @ ((vectors.T @ (scale * gradient)) / curvature))
+
+
+def _valid(split: SplitModel, data: SiloData) -> dict[str, Array]:
+    return {g.name: split.row_mask(g, data.mask)[:, None] for g in split.groups}
+
+
+def fit_locals(split: SplitModel, z: Array, theta: dict, silo: SiloState, data: SiloData) -> SiloState:
+    """Newton's method on the locals of a silo, given the globals, row by row.
+
+    A row's curvature is found by moving all rows of a group at once: exact when rows are independent given z_G. Where
+    they are not, the step is still uphill, and its length is searched.
+    """
+    if not split.groups:
+        return silo
+    valid = _valid(split, data)
+
+    def density(z_local: dict, z: Array = z) -> Array:
+        return split.log_silo(z, z_local, theta, data)
+
+    gradient = jax.grad(density)
+
+    def curvature(z_local: dict) -> dict[str, tuple[Array, Array]]:
+        """Eigenvalues (made positive) and vectors of each row's negative Hessian."""
+        out = {}
+        for group in split.groups:
+
+            def column(a: Array, group: Any = group) -> Array:
+                tangent = {g: jnp.zeros_like(value) for g, value in z_local.items()}
+                tangent[group.name] = tangent[group.name].at[:, a].set(1.0)
+                return jax.jvp(gradient, (z_local,), (tangent,))[1][group.name]
+
+            hessian = -jnp.moveaxis(jax.vmap(column)(jnp.arange(group.size)), 0, -1)
+            hessian = 0.5 * (hessian + jnp.swapaxes(hessian, -1, -2))
+            if group.size == 1:
+                values, vectors = hessian[..., 0], jnp.ones_like(hessian)
+            else:
+                values, vectors = jnp.linalg.eigh(hessian)
+            values = jnp.where(valid[group.name], jnp.maximum(jnp.abs(values), 1e-4), 1.0)
+            out[group.name] = (values, vectors)
+        return out
+
+    def solve(spectrum: tuple[Array, Array], right: Array) -> Array:
+        values, vectors = spectrum
+        return jnp.einsum("rij,rj->ri", vectors, jnp.einsum("rji,rj->ri", vectors, right) / values)
+
+    lengths = jnp.array([1.0, 0.3, 0.05, 0.0])
+
+    def improve(_: int, z_local: dict) -> dict:
+        spectrum, slope = curvature(z_local), gradient(z_local)
+        step = {g: solve(spectrum[g], slope[g]) for g in z_local}
+
+        def at(length: Array) -> dict:
+            return jax.tree.map(lambda value, s: value + length * s, z_local, step)
+
+        values = jax.lax.map(lambda length: density(at(length)), lengths)
+        best = lengths[jnp.argmax(jnp.where(jnp.isfinite(values), values, -jnp.inf))]
+        return at(best)
+
+    loc = jax.lax.fori_loop(0, LOCAL_STEPS, improve, silo.loc)
+    spectrum = curvature(loc)
+    cross = jax.vmap(lambda e: jax.jvp(lambda z: jax.grad(density)(loc, z), (z,), (e,))[1])(jnp.eye(split.dim))
+    coupling = {}
+    scale = {}
+    for group in split.groups:
+        values, vectors = spectrum[group.name]
+        solved = jax.vmap(lambda right, s=spectrum[group.name]: solve(s, right))(cross[group.name])
+        coupling[group.name] = jnp.moveaxis(jnp.where(valid[group.name], solved, 0.0), 0, -1)
+        # conditional sds: what a guide with independent elements would learn
+        diagonal = jnp.einsum("rij,rj,rij->ri", vectors, values, vectors)
+        scale[group.name] = jax.lax.rsqrt(diagonal)
+    return SiloState(loc, scale, coupling)
+
+
+def summary(server: ServerState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean, Cholesky factor of the covariance and conditional sds at the end, in float64."""
+    precision = np.asarray(server.precision, np.float64)
+    scale = 1 / np.sqrt(np.maximum(np.abs(np.diagonal(precision)), 1e-10))
+    values, vectors = np.linalg.eigh(precision * scale[:, None] * scale)
+    values = np.maximum(np.abs(values), 1e-3)
+    covariance = scale[:, None] * ((vectors / values) @ vectors.T) * scale
+    return np.asarray(server.x, np.float64), np.linalg.cholesky(covariance), scale
