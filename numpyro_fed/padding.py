@@ -7,6 +7,8 @@ A silo's data in a compiled program are a :class:`SiloData`; the ints among the 
 shapes, so a program serves every silo of its bucket.
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -90,12 +92,16 @@ def shared_arrays(silos: Silos) -> tuple[Any, ...]:
     return tuple(jnp.asarray(leaf) for _, leaf in leaves(silos.shared) if not isinstance(leaf, int))
 
 
-def silo_data(silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None = None) -> SiloData:
+def silo_data(
+    silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None = None
+) -> SiloData:
     """One silo's data, padded to ``lengths`` (its own lengths when not given)."""
     return _on_device(_padded(silos, name, spec, axes, lengths))._replace(shared=shared_arrays(silos))
 
 
-def _padded(silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None) -> SiloData:
+def _padded(
+    silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None
+) -> SiloData:
     own = {axis.name: axis.lengths[name] for axis in axes}
     lengths = own if lengths is None else lengths
     arrays = [leaf for _, leaf in leaves(silos.own(name))]
@@ -157,28 +163,38 @@ def bucket_names(names: tuple[str, ...], axes: tuple[Axis, ...]) -> list[list[st
             for axis in ragged
         )
 
-    for count in range(1, len(names) + 1):
-        runs = _cut(order, [main.lengths[name] for name in order], count)
-        if excess(runs) <= PADDING or count == len(names):
-            position = {name: i for i, name in enumerate(names)}
-            return [sorted(run, key=position.__getitem__) for run in runs]
-    raise AssertionError("unreachable: one silo a bucket has no padding")
+    octaves = _octaves(names, ragged)
+    cuts = itertools.islice(_cuts(order, [main.lengths[name] for name in order]), len(octaves))
+    runs = next((runs for runs in cuts if excess(runs) <= PADDING), octaves)
+    position = {name: i for i, name in enumerate(names)}
+    return [sorted(run, key=position.__getitem__) for run in runs]
 
 
-def _cut(order: list[str], sizes: list[int], count: int) -> list[list[str]]:
-    """The cut of sorted sizes into ``count`` runs with the fewest padded rows; cuts lie where the size changes."""
+def _octaves(names: tuple[str, ...], axes: list[Axis]) -> list[list[str]]:
+    """Silos whose sizes lie within a factor of two of one another, on every axis: always within ``PADDING``."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        found.setdefault(tuple(axis.lengths[name].bit_length() for axis in axes), []).append(name)
+    return list(found.values())
+
+
+def _cuts(order: list[str], sizes: list[int]) -> Iterator[list[list[str]]]:
+    """The cuts of sorted sizes into 1, 2, ... runs with the fewest padded rows; cuts lie where the size changes."""
     ends = [i + 1 for i in range(len(sizes)) if i + 1 == len(sizes) or sizes[i] != sizes[i + 1]]
     if len(ends) > 200:  # a fine enough grid of cuts
         ends = sorted({ends[int(i)] for i in np.linspace(0, len(ends) - 1, 200)})
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for _ in range(min(count, len(ends))):
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    for _ in ends:
         step = dict(best)
         for end in ends:
-            options = [(cost + (end - start) * sizes[end - 1], [*cuts, end]) for start, (cost, cuts) in best.items() if start < end]
-            if options:
-                cheapest = min(options, key=lambda option: option[0])
-                if end not in step or cheapest[0] < step[end][0]:
-                    step[end] = cheapest
+            options = [
+                (cost + (end - start) * sizes[end - 1], [*cuts, end])
+                for start, (cost, cuts) in best.items()
+                if start < end
+            ]
+            cheapest = min(options, key=lambda option: option[0])
+            if end not in step or cheapest[0] < step[end][0]:
+                step[end] = cheapest
         best = step
-    cuts = best[len(sizes)][1]
-    return [order[start:end] for start, end in zip([0, *cuts[:-1]], cuts, strict=True)]
+        cuts = best[len(sizes)][1]
+        yield [order[start:end] for start, end in zip([0, *cuts[:-1]], cuts, strict=True)]

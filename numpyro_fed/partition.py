@@ -8,7 +8,8 @@ tell, :func:`partition` asks.
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from html import escape
 from typing import Any, NamedTuple
 
 import jax
@@ -91,7 +92,7 @@ class Partition:
                 _role(site),
                 ", ".join(plate for plate, _, _ in site.shape.plates) or "-",
                 _shape_text(site),
-                LEAVES[site.role] if not (site.role == "deterministic" and not site.at_server) else "nothing",
+                "nothing" if site.role == "deterministic" and not site.at_server else LEAVES.get(site.role, "?"),
             )
             for site in shown
         ]
@@ -102,23 +103,27 @@ class Partition:
         guide = "" if size <= 500 else ', guide=nf.guides.StructuredNormal(global_cov="diagonal")'
         return f"{size} global dimensions, {why}: try nf.SFVI(model{guide}).run(jax.random.key(0), silos)"
 
+    def table(self) -> str:
+        rows = [HEAD, *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+        rows.insert(1, tuple("-" * width for width in widths))
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
     def __str__(self) -> str:
-        head = ("site", "role", "plates", "shape", "what leaves the silo")
-        rows = self._rows()
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        line = lambda row: "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()  # noqa: E731
-        return "\n".join([line(head), line(["-" * width for width in widths]), *map(line, rows), self._suggestion()])
+        return f"{self.table()}\n{self._suggestion()}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th style='text-align:left'>{c}</th>" for c in ("site", "role", "plates", "shape", "what leaves the silo"))
-        body = "".join(
-            "<tr>" + "".join(f"<td style='text-align:left'>{_escape(c)}</td>" for c in row) + "</tr>" for row in self._rows()
+        line = lambda row, tag: "".join(f"<{tag} style='text-align:left'>{escape(cell)}</{tag}>" for cell in row)
+        body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in self._rows())
+        return (
+            f"<table><thead><tr>{line(HEAD, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+            f"<p>{escape(self._suggestion())}</p>"
         )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{_escape(self._suggestion())}</p>"
 
 
+HEAD = ("site", "role", "plates", "shape", "what leaves the silo")
 LEAVES = {
     "global": "a gradient or a factor",
     "local": "nothing",
@@ -143,11 +148,7 @@ def _shape_text(site: Site) -> str:
     return "(" + ", ".join(cells) + ("," if len(cells) == 1 else "") + ")"
 
 
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-# --- which leading axes go together -------------------------------------------------------------------------------------
+# --- which leading axes go together ---------------------------------------------------------------------------------
 
 
 class Component(NamedTuple):
@@ -167,7 +168,11 @@ def _double(kwargs: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
     flat = []
     for path, leaf in leaves(kwargs):
         if path in chosen:
-            leaf = 2 * leaf if isinstance(leaf, int) else jax.ShapeDtypeStruct((2 * leaf.shape[0], *leaf.shape[1:]), leaf.dtype)
+            leaf = (
+                2 * leaf
+                if isinstance(leaf, int)
+                else jax.ShapeDtypeStruct((2 * leaf.shape[0], *leaf.shape[1:]), leaf.dtype)
+            )
         flat.append(leaf)
     return jax.tree.unflatten(jax.tree.structure(dict(kwargs)), flat)
 
@@ -183,8 +188,12 @@ def _lengths(silos: Silos) -> dict[str, dict[str, int]]:
     return found
 
 
-def _components(model: Model, silos: Silos, reference: str) -> list[Component]:
-    """The own axes' candidates: within each class of equal lengths, the smallest sets of arguments that trace doubled."""
+def _components(model: Model, silos: Silos, reference: str, base: Tracing) -> list[Component]:
+    """The own axes' candidates: sets of arguments with the same lengths in every silo that trace when doubled together.
+
+    All arguments whose lengths differ between silos in the same way are taken as one axis, unless that puts it twice
+    into a site (two crossed plates of the same sizes); of lengths equal everywhere, the smallest sets that trace.
+    """
     lengths = _lengths(silos)
     kwargs = abstract(silos[reference])
     tried: dict[frozenset[str], Tracing | None] = {}
@@ -204,29 +213,47 @@ def _components(model: Model, silos: Silos, reference: str) -> list[Component]:
     components = []
     for vector, members in classes.items():
         by_silo = dict(zip(silos.names, vector, strict=True))
-        if len(set(vector)) > 1 and (doubled := attempt(members)) is not None:
-            components.append(Component(tuple(members), by_silo, doubled))
-            continue
-        left = list(members)
-        while left:
-            found = _smallest(left[0], left, members, attempt)
-            if found is None:
-                left = left[1:]
-                continue
+        together = attempt(members) if len(set(vector)) > 1 else None
+        if together is not None and not _grows_twice(base, together):
+            sets = [members]
+        else:
+            sets = _smallest_sets(members, attempt)
+        for found in sets:
             doubled = attempt(found)
             assert doubled is not None
             components.append(Component(tuple(found), by_silo, doubled))
-            left = [path for path in left if path not in found]
     return components
+
+
+def _grows_twice(base: Tracing, doubled: Tracing) -> bool:
+    return any(len(growth(base.sites[n].log_prob, site.log_prob)) > 1 for n, site in doubled.sites.items())
+
+
+def _smallest_sets(members: list[str], attempt: Any) -> list[list[str]]:
+    """Disjoint smallest sets of the class; those that cannot do without one another are one."""
+    sets: list[list[str]] = []
+    for path in members:
+        if any(path in one for one in sets):
+            continue
+        found = _smallest(path, [m for m in members if not any(m in one for one in sets)], members, attempt)
+        if found is None:
+            continue
+        overlapping = [one for one in sets if set(one) & set(found)]
+        union = [m for m in members if m in found or any(m in one for one in overlapping)]
+        if attempt(union) is not None:
+            sets = [one for one in sets if one not in overlapping] + [union]
+    return sets
 
 
 def _smallest(path: str, left: list[str], members: list[str], attempt: Any) -> list[str] | None:
     """A smallest set of class members that contains ``path`` and traces when doubled together, or None."""
-    current = next((group for group in (left, members) if attempt(group) is not None), None)
-    if current is None:  # some member is of another kind (a vector of features as long as the rows): search
-        others = [other for other in members if other != path][:7]
-        for size in range(len(others) + 1):
-            for chosen in itertools.combinations(others, size):
+    others = [other for other in members if other != path]
+    # most often all grow together; or one or two are of another kind (a vector of features as long as the rows)
+    without = [[m for m in members if m not in out] for k in (1, 2) for out in itertools.combinations(others, k)]
+    current = next((group for group in (left, members, *without) if attempt(group) is not None), None)
+    if current is None:
+        for size in range(len(others[:7]) + 1):
+            for chosen in itertools.combinations(others[:7], size):
                 if attempt([path, *chosen]) is not None:
                     return [path, *chosen]
         return None
@@ -237,7 +264,7 @@ def _smallest(path: str, left: list[str], members: list[str], attempt: Any) -> l
     return current
 
 
-# --- the partition --------------------------------------------------------------------------------------------------------
+# --- the partition --------------------------------------------------------------------------------------------------
 
 
 def partition(
@@ -255,7 +282,9 @@ def partition(
         PartitionError: when the model cannot be split, or when shapes alone cannot tell; the message says what to type.
     """
     if not isinstance(silos, Silos):
-        raise TypeError(f"silos must be an nf.Silos, got a {type(silos).__name__}: wrap it as nf.Silos({{name: arguments}})")
+        raise TypeError(
+            f"silos must be an nf.Silos, got a {type(silos).__name__}: wrap it as nf.Silos({{name: arguments}})"
+        )
     local, shared = _as_names(local), _as_names(shared)
     traces = _trace_all(model, silos)
     sizes = _lengths(silos)
@@ -263,18 +292,20 @@ def partition(
     base = traces[reference]
     _check_names(base, local, shared)
     _check_sites(base)
-    components = _components(model, silos, reference)
-    axes = _own_axes(base, components, silos, local, shared)
-    sites = _sites(base, axes, dict(zip((axis.name for axis in axes), _doubled(axes, components), strict=True)), local, shared)
     own = {path for path, _ in leaves(silos.own(reference))}
     depends = dependence(model, silos[reference], own, base.sites)
-    _check_ragged(sizes, axes, components, sites, depends)
+    components = _components(model, silos, reference, base)
+    axes, unclear = _own_axes(base, components, silos, depends, local, shared)
+    doubled = {axis.name: next(c.doubled for c in components if c.arguments == axis.arguments) for axis in axes}
+    sites = _sites(base, axes, doubled, local, shared)
+    plates = tuple(dict.fromkeys([p for axis in axes for p in axis.plates] + [p for p in local if p in base.plates]))
+    if unclear:
+        raise PartitionError(_question(base, unclear[0], Partition(tuple(sites), tuple(axes), plates, silos.num_silos)))
+    axes += _unused_axes(silos, sizes, axes, components, depends)
     sites = _place(sites, depends)
     _check_shapes_between_silos(traces, sites, axes, reference)
-    plates = tuple(dict.fromkeys([p for axis in axes for p in axis.plates] + [p for p in local if p in base.plates]))
-    static = tuple(
-        name for name, found in depends.support.items() if not any(source.startswith("site:") for source in found)
-    )
+    fixed = lambda found: not any(source.startswith(("site:", "param:")) for source in found)
+    static = tuple(name for name, found in depends.support.items() if fixed(found))
     return Partition(tuple(sites), tuple(axes), plates, silos.num_silos, reference, static, local)
 
 
@@ -303,14 +334,19 @@ def _trace_all(model: Model, silos: Silos) -> dict[str, Tracing]:
 
 
 def _check_names(base: Tracing, local: tuple[str, ...], shared: tuple[str, ...]) -> None:
-    known = [*base.sites, *base.plates]
+    latents = [name for name, site in base.sites.items() if site.kind == "latent"]
     for keyword, names in (("local", local), ("shared", shared)):
         for name in names:
-            if name not in known:
-                raise PartitionError(
-                    f"{keyword}= names {name!r}, which is neither a site nor a plate. Sites: {', '.join(base.sites)}. "
-                    f"Plates: {', '.join(base.plates) or 'none'}."
-                )
+            if name in latents or name in base.plates:
+                continue
+            kind = base.sites[name].kind if name in base.sites else ""
+            what = (
+                f"a {kind} site" if kind in ("deterministic", "param") else f"an {kind} site" if kind else "not there"
+            )
+            raise PartitionError(
+                f"{keyword}= names {name!r}, which is {what}: name latent sites or plates. Latent sites: "
+                f"{', '.join(latents) or 'none'}. Plates: {', '.join(base.plates) or 'none'}."
+            )
     both = set(local) & set(shared)
     if both:
         raise PartitionError(f"{sorted(both)[0]!r} is in local= and in shared=: keep one of them")
@@ -320,8 +356,8 @@ def _check_sites(base: Tracing) -> None:
     for name, site in base.sites.items():
         if site.kind == "mutable":
             raise PartitionError(
-                f"site {name!r} is mutable state (a flax module with batch statistics?): a silo's state cannot be shared. "
-                "Use a module without mutable state."
+                f"site {name!r} is mutable state (a flax module with batch statistics?): a silo's state cannot be "
+                "shared. Use a module without mutable state."
             )
         if site.kind == "latent" and site.discrete:
             raise PartitionError(
@@ -335,16 +371,18 @@ def _check_sites(base: Tracing) -> None:
 
 
 def _own_axes(
-    base: Tracing, components: list[Component], silos: Silos, local: tuple[str, ...], shared: tuple[str, ...]
-) -> list[Axis]:
+    base: Tracing,
+    components: list[Component],
+    silos: Silos,
+    depends: Dependence,
+    local: tuple[str, ...],
+    shared: tuple[str, ...],
+) -> tuple[list[Axis], list[Component]]:
+    """The silo's own axes, and the components of which shapes cannot tell."""
     axes: list[Axis] = []
+    unclear = []
     for component in components:
-        plates = tuple(p for p, size in component.doubled.plates.items() if size == 2 * base.plates.get(p, 0))
-        grown = [
-            name
-            for name, site in component.doubled.sites.items()
-            if growth(base.sites[name].log_prob, site.log_prob) or growth(base.sites[name].value, site.value)
-        ]
+        plates, grown = _followers(base, component)
         if not plates and not grown:
             continue
         follows = {*plates, *grown}
@@ -358,28 +396,57 @@ def _own_axes(
                 )
             continue
         counted = bool(set(component.arguments) & silos.own_counts)
-        if not (component.varies or observed or counted or follows & set(local)):
-            raise PartitionError(_question(base, component, plates, grown))
-        title = plates[0] if plates else component.arguments[0]
-        taken = {axis.name for axis in axes}
-        axes.append(Axis(title if title not in taken else f"{title}:{component.arguments[0]}", component.arguments, plates, component.lengths))
-    return axes
+        if component.varies or observed or counted or follows & set(local) or _own_priors(base, grown, silos, depends):
+            title = _untaken(plates[0] if plates else component.arguments[0], component, axes)
+            axes.append(Axis(title, component.arguments, plates, component.lengths))
+        else:
+            unclear.append(component)
+    return axes, unclear
 
 
-def _doubled(axes: list[Axis], components: list[Component]) -> list[Tracing]:
-    return [next(c.doubled for c in components if c.arguments == axis.arguments) for axis in axes]
+def _untaken(title: str, component: Component, axes: list[Axis]) -> str:
+    return title if title not in {axis.name for axis in axes} else f"{title}:{component.arguments[0]}"
 
 
-def _question(base: Tracing, component: Component, plates: tuple[str, ...], grown: list[str]) -> str:
+def _followers(base: Tracing, component: Component) -> tuple[tuple[str, ...], list[str]]:
+    """The plates and the sites that double with the component."""
+    plates = tuple(p for p, size in component.doubled.plates.items() if size == 2 * base.plates.get(p, 0))
+    grown = [
+        name
+        for name, site in component.doubled.sites.items()
+        if growth(base.sites[name].log_prob, site.log_prob) or growth(base.sites[name].value, site.value)
+    ]
+    return plates, grown
+
+
+def _own_priors(base: Tracing, grown: list[str], silos: Silos, depends: Dependence) -> bool:
+    """A latent whose prior uses an argument of which each silo has its own values cannot be shared."""
+    latents = [name for name in grown if base.sites[name].kind == "latent"]
+    used = {source[4:] for name in latents for source in depends.log_prob[name] if source.startswith("arg:")}
+    first = next(iter(silos))
+    return any(
+        path in used and not np.array_equal(leaf, dict(leaves(silos.own(first)))[path])
+        for name in silos.names
+        for path, leaf in leaves(silos.own(name))
+    )
+
+
+UNCLEAR = "global or local?"
+
+
+def _question(base: Tracing, component: Component, table: Partition) -> str:
+    plates, grown = _followers(base, component)
     latents = [name for name in grown if base.sites[name].kind == "latent"]
     size = next(iter(component.lengths.values()))
     name = plates[0] if plates else latents[0] if latents else grown[0]
+    argument = component.arguments[0]
+    sites = tuple(site._replace(role=UNCLEAR) if site.name in latents else site for site in table.sites)
     return (
-        f"the argument {component.arguments[0]!r} is {size} in every silo and sizes "
-        f"{'the plate ' + repr(plates[0]) if plates else 'the site ' + repr(name)} (latents: {', '.join(latents) or 'none'}): "
-        f"{size} shared groups, or {size} groups of each silo's own? Shapes cannot tell. Type local=[{name!r}] if each silo "
-        f"has its own, or shared=[{name!r}] if they are the same in all silos (or pass {component.arguments[0]!r} in "
-        "nf.Silos(..., shared=))."
+        f"argument {argument!r} has the same size, {size}, in every silo, and sizes the "
+        f"{'plate' if plates else 'site'} {name!r} (latents: {', '.join(latents) or 'none'}). {size} shared by all "
+        f"silos, or {size} of each silo's own? Shapes cannot tell. Type local=[{name!r}] if each silo has its own, or "
+        f"shared=[{name!r}] if they are the same in all silos (or pass {argument!r} in nf.Silos(..., shared=)).\n\n"
+        + replace(table, sites=sites).table()
     )
 
 
@@ -388,7 +455,8 @@ def _sites(
 ) -> list[Site]:
     sites = []
     for name, shape in base.sites.items():
-        along, value_along = [], []
+        along: list[tuple[str, int]] = []
+        value_along: list[tuple[str, int]] = []
         for axis in axes:
             grown = doubled[axis.name].sites[name]
             dims = growth(shape.log_prob, grown.log_prob)
@@ -397,6 +465,12 @@ def _sites(
                     f"the log density of site {name!r} has the rows of {axis.arguments[0]!r} on {len(dims)} axes "
                     f"(shape {shape.log_prob}): observations and distribution would broadcast to n x n. Give "
                     "both the same shape (x @ beta, not x @ beta[:, None])."
+                )
+            shares = [other for other, dim in along if dim in dims]
+            if shares:
+                raise PartitionError(
+                    f"site {name!r} has the rows of {shares[0]!r} times those of {axis.name!r} on one axis: padded "
+                    f"rows would fall between others. Keep them on two axes, in two plates (dim=-2 and dim=-1)."
                 )
             along += [(axis.name, dim) for dim in dims]
             value_along += [(axis.name, dim) for dim in growth(shape.value, grown.value)]
@@ -409,12 +483,23 @@ def _sites(
                 )
         if shape.kind == "param" and value_along:
             raise PartitionError(
-                f"param {name!r} has a value for each row of a silo: a local parameter cannot be averaged between silos. "
-                "Make it a numpyro.sample with a prior, or take it out of the plate."
+                f"param {name!r} has a value for each row of a silo: a local parameter cannot be averaged between "
+                "silos. Make it a numpyro.sample with a prior, or take it out of the plate."
             )
         plates = {plate for plate, _, _ in shape.plates}
+        inside = [axis.name for axis in axes if plates & set(axis.plates)] + sorted(plates & set(local))
+        if shape.kind == "param" and inside:
+            raise PartitionError(
+                f"param {name!r} stands inside the silo's own plate {inside[0]!r}: is it one value for all silos, or a "
+                f"silo's own? One for all: move numpyro.param({name!r}, ...) out of the plate. Each its own: make it a "
+                "numpyro.sample with a prior; a param is one and the same in all silos."
+            )
         role = {"latent": "global", "param": "param"}.get(shape.kind, shape.kind)
-        if shape.kind == "latent" and (along or value_along or plates & set(local) or name in local) and name not in shared:
+        if (
+            shape.kind == "latent"
+            and (along or value_along or plates & set(local) or name in local)
+            and name not in shared
+        ):
             role = "local"
         if name in shared and role == "global" and along:
             raise PartitionError(f"shared= names {name!r}, which lies in the silo's own plate: name the plate instead")
@@ -422,35 +507,50 @@ def _sites(
     return sites
 
 
-def _check_ragged(
+def _unused_axes(
+    silos: Silos,
     sizes: dict[str, dict[str, int]],
     axes: list[Axis],
     components: list[Component],
-    sites: list[Site],
     depends: Dependence,
-) -> None:
-    """An argument whose length differs between silos must lie along an own axis, or the model must not use it."""
+) -> list[Axis]:
+    """Axes for ragged arguments that the model does not use; an argument that it uses must lie along an own axis."""
     placed = {path for axis in axes for path in axis.arguments}
-    used = frozenset().union(*depends.log_prob.values()) if depends.log_prob else frozenset()
-    known = {path for component in components for path in component.arguments}
+    used = frozenset().union(*depends.log_prob.values(), *depends.value.values())
+    known = {path: component for component in components for path in component.arguments}
+    kinds = dict(leaves(silos.own(silos.names[0])))
+    extra: list[Axis] = []
     for path, by_silo in sizes.items():
         if path in placed or len(set(by_silo.values())) == 1:
             continue
         values = list(by_silo.items())
         two = f"{values[0][0]!r} {values[0][1]}, " + next(f"{n!r} {v}" for n, v in values if v != values[0][1])
-        if path in known and f"arg:{path}" in used:
-            terms = [name for name, found in depends.log_prob.items() if f"arg:{path}" in found]
+        if isinstance(kinds[path], int):
             raise PartitionError(
-                f"the rows of {path!r} are summed up before site {terms[0]!r} sees them, and silos differ in their rows "
-                f"({two}): give one log density per row (numpyro.factor with a vector, in a plate), so that rows can be masked"
+                f"int argument {path!r} differs between silos ({two}), but no plate's size follows it: ints are sizes. "
+                f"If it is a number of the silo's own, pass {path}=np.asarray({values[0][1]})."
             )
         if path not in known:
             alike = ", ".join(axis.arguments[0] for axis in axes) or "no other argument"
             raise PartitionError(
-                f"argument {path!r} differs between silos ({two}), but the model cannot be traced with it doubled: is it "
-                f"used as a number, or does its length have to agree with another argument's ({alike})? Only a leading "
-                "axis may be ragged; pass a number as a 0-d array."
+                f"the rows of {path!r} differ between silos ({two}), but the model cannot be traced with twice as "
+                f"many: does their number have to agree with another argument's ({alike}), or is it written in the "
+                "model? Only arguments that grow together may be ragged."
             )
+        if f"arg:{path}" in used:
+            terms = [
+                n for part in (depends.log_prob, depends.value) for n, found in part.items() if f"arg:{path}" in found
+            ]
+            raise PartitionError(
+                f"the rows of {path!r} are combined (a sum, a mean, a shift such as {path}[1:]) before site "
+                f"{terms[0]!r} sees them, and silos differ in their rows ({two}), so that padded rows would count. "
+                "Give one log density per row (numpyro.factor with a vector), or compute the number beforehand and "
+                "pass it as an argument."
+            )
+        if path not in {p for axis in extra for p in axis.arguments}:
+            component = known[path]
+            extra.append(Axis(_untaken(path, component, axes + extra), component.arguments, (), component.lengths))
+    return extra
 
 
 def _place(sites: list[Site], depends: Dependence) -> list[Site]:
@@ -469,23 +569,26 @@ def _place(sites: list[Site], depends: Dependence) -> list[Site]:
         if site.role == "global":
             if arguments:
                 raise PartitionError(
-                    f"the prior of global site {site.name!r} depends on the silo's own argument {arguments[0]!r}: each silo "
-                    f"would have another prior. Pass the number it needs in nf.Silos(..., shared=), or list "
+                    f"the prior of global site {site.name!r} depends on the silo's own argument {arguments[0]!r}: each "
+                    f"silo would have another prior. Pass the number it needs in nf.Silos(..., shared=), or list "
                     f"{site.name!r} in local=."
                 )
             if parents:
                 raise PartitionError(
-                    f"sample site {parents[0]!r} is local but global site {site.name!r} depends on it. Global sites must not "
-                    f"depend on local ones: list {site.name!r} in local=, or sample {site.name!r} before {parents[0]!r}."
+                    f"sample site {parents[0]!r} is local but global site {site.name!r} depends on it. Global sites "
+                    f"must not depend on local ones: list {site.name!r} in local=, or sample {site.name!r} before "
+                    f"{parents[0]!r}."
                 )
         elif site.role == "param" and f"param:{site.name}" not in used:
             site = site._replace(role="constant")
         elif site.role in ("observed", "factor"):
             source = depends.value.get(site.name, frozenset())
-            if site.role == "observed" and arguments and not any(s.startswith(("arg:", "site:")) for s in source):
+            elsewhere = not any(s.startswith(("arg:", "site:")) for s in source)
+            if site.role == "observed" and arguments and elsewhere and site.shape.value and not site.value_axes:
                 raise PartitionError(
-                    f"the observed value of site {site.name!r} depends on no silo's argument, but its distribution does "
-                    f"({arguments[0]}): it would be counted once per silo. Pass the observations as an argument of the silos."
+                    f"the observed value of site {site.name!r} depends on no silo's argument, but its distribution "
+                    f"does ({arguments[0]}): it would be counted once per silo. Pass the observations as an argument "
+                    "of the silos, and use it in obs=."
                 )
             site = site._replace(at_server=not silos_own)
             data_terms += bool(arguments)
@@ -501,7 +604,9 @@ def _place(sites: list[Site], depends: Dependence) -> list[Site]:
     return placed
 
 
-def _check_shapes_between_silos(traces: dict[str, Tracing], sites: list[Site], axes: list[Axis], reference: str) -> None:
+def _check_shapes_between_silos(
+    traces: dict[str, Tracing], sites: list[Site], axes: list[Axis], reference: str
+) -> None:
     lengths = {axis.name: axis.lengths for axis in axes}
     for name, trace in traces.items():
         for site in sites:

@@ -129,8 +129,8 @@ def split(
             where = [name for name in names if straddling[0] in kept[index][name]]
             raise ValueError(
                 f"group {straddling[0]} of {index!r} has rows in silos {where[0]!r} and {where[1]!r} "
-                f"({len(straddling)} such groups): its latents would be sampled once in each. Split by whole groups, or "
-                f"leave {index!r} out of groups= to keep its latents global."
+                f"({len(straddling)} such groups): its latents would be sampled once in each. Split by whole groups, "
+                f"or leave {index!r} out of groups= to keep its latents global."
             )
         count = groups[index]
         given = None if count is None else arguments[count]
@@ -342,8 +342,9 @@ def _check_alike(data: dict[str, dict[str, Any]]) -> None:
         if isinstance(column[first], bool) and len(set(column.values())) > 1:
             differ = next(name for name, leaf in column.items() if leaf != column[first])
             raise ValueError(
-                f"option {path!r} is {column[first]} in silo {first!r} and {column[differ]} in silo {differ!r}: they would "
-                f"have different models. Give all the same, or pass it as data: {path}=np.asarray({column[first]})"
+                f"option {path!r} is {column[first]} in silo {first!r} and {column[differ]} in silo {differ!r}: they "
+                "would have different models. Give all the same, or pass it as data: "
+                f"{path}=np.asarray({column[first]})"
             )
         if isinstance(column[first], int):
             continue

@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpyro import handlers
-from numpyro.distributions import biject_to, constraints
+from numpyro.distributions import MaskedDistribution, biject_to, constraints
+from numpyro.distributions.distribution import validation_enabled
 from numpyro.infer.util import _unconstrain_reparam, compute_log_probs, potential_energy
 
-from numpyro_fed.padding import CallSpec, SiloData, call_spec, shared_arrays, silo_data
+from numpyro_fed.padding import CallSpec, SiloData, call_spec, shared_arrays, silo_data, stack
 from numpyro_fed.partition import Axis, Partition, PartitionError, Site, partition
 from numpyro_fed.silos import Silos
-from numpyro_fed.tracing import Model, traced
+from numpyro_fed.tracing import Model, label, traced
 
 Array = Any
 
@@ -83,7 +84,7 @@ class SplitModel(NamedTuple):
     constraints: dict[str, Any]
     constants: dict[str, Any]  # params that no density depends on
 
-    # --- layout of the vectors ------------------------------------------------------------------------------------------
+    # --- layout of the vectors ---------------------------------------------------------------------------------------
 
     @property
     def dim(self) -> int:
@@ -137,7 +138,7 @@ class SplitModel(NamedTuple):
             valid = valid[..., None] & _resized(mask[axis], int(mask[axis].shape[-1] * ratio))
         return valid.reshape(-1)
 
-    # --- densities -------------------------------------------------------------------------------------------------------
+    # --- densities ---------------------------------------------------------------------------------------------------
 
     def constrain_theta(self, theta: dict[str, Array]) -> dict[str, Array]:
         return {name: biject_to(self.constraints[name])(value) for name, value in theta.items()}
@@ -145,7 +146,9 @@ class SplitModel(NamedTuple):
     def _substituted(self, values: dict[str, Array], theta: dict[str, Array]) -> Callable[..., Any]:
         params = self.constrain_theta(theta) | self.constants
         model = handlers.substitute(self.model, data=params) if params else self.model
-        return handlers.seed(handlers.substitute(model, substitute_fn=partial(_unconstrain_reparam, values)), jax.random.PRNGKey(0))
+        return handlers.seed(
+            handlers.substitute(model, substitute_fn=partial(_unconstrain_reparam, values)), jax.random.PRNGKey(0)
+        )
 
     def _log_probs(self, values: dict[str, Array], theta: dict[str, Array], data: SiloData) -> tuple[dict, dict]:
         model = self._substituted(values, theta)
@@ -182,10 +185,10 @@ class SplitModel(NamedTuple):
         own = user_mask(fn)
         if own is None:
             return valid
-        event = site.batch_rank  # the unconstrained value is the batch axes followed by event axes
-        own = jnp.broadcast_to(own, fn.batch_shape)
-        rest_events = len(site.rest) - (event - len(site.positions))
-        own = own.reshape(own.shape + (1,) * rest_events)
+        # a mask has the log density's axes, or (inside to_event) some of the event's too
+        rank = len(site.positions) + len(site.rest)
+        own = jnp.reshape(own, (1,) * (site.batch_rank - jnp.ndim(own)) + jnp.shape(own))
+        own = jnp.reshape(own, jnp.shape(own) + (1,) * (rank - jnp.ndim(own)))
         own = jnp.moveaxis(own, site.positions, range(len(site.positions)))
         own = jnp.broadcast_to(own, group.row_shape(mask) + site.rest)
         return valid & own.reshape(rows.shape[0], site.size)
@@ -195,7 +198,7 @@ class SplitModel(NamedTuple):
         terms = self.evaluate(z, z_local, theta, data).terms
         return sum((jnp.sum(term) for term in terms.values()), jnp.zeros(()))
 
-    # --- back to named sites ---------------------------------------------------------------------------------------------
+    # --- back to named sites -----------------------------------------------------------------------------------------
 
     def constrain_global(self, z: Array, theta: dict[str, Array]) -> dict[str, Array]:
         """One draw of the global sites and of the deterministic sites that depend on them alone."""
@@ -204,11 +207,15 @@ class SplitModel(NamedTuple):
         shown = [s.name for s in self.partition.sites if s.at_server and s.role in ("global", "deterministic")]
         return {name: trace[name]["value"] for name in shown}
 
-    def constrain_local(self, z: Array, z_local: dict[str, Array], theta: dict[str, Array], data: SiloData) -> dict[str, Array]:
+    def constrain_local(
+        self, z: Array, z_local: dict[str, Array], theta: dict[str, Array], data: SiloData
+    ) -> dict[str, Array]:
         """One draw of the silo's local sites and deterministics, padded."""
         model = self._substituted(self.unravel(z) | self.unpack(z_local, data.mask), theta)
         trace = handlers.trace(model).get_trace(**self.spec.kwargs(data))
-        shown = [s.name for s in self.partition.sites if s.role == "local" or (s.role == "deterministic" and not s.at_server)]
+        shown = [
+            s.name for s in self.partition.sites if s.role == "local" or (s.role == "deterministic" and not s.at_server)
+        ]
         return {name: trace[name]["value"] for name in shown}
 
     def unpadded(self, values: dict[str, Array], lengths: dict[str, int], padded: dict[str, int]) -> dict[str, Array]:
@@ -221,11 +228,23 @@ class SplitModel(NamedTuple):
             out[name] = value
         return out
 
+    def unpadded_local(
+        self, z_local: dict[str, Array], lengths: dict[str, int], padded: dict[str, int]
+    ) -> dict[str, Array]:
+        """z_L without its padded rows; leading axes (draws) are allowed.
+
+        With the silo's own data, unpadded, it gives `constrain_local` what NumPyro would see: deterministic sites that mix
+        rows (a mean over them) are then right, too.
+        """
+        return {g.name: z_local[g.name][..., _real_rows(g, lengths, padded), :] for g in self.groups}
+
     def coordinate_names(self) -> list[str]:
         """Names of z_G's coordinates: ``beta[0]``; of the unconstrained value when the site is constrained."""
         names = []
         for name, shape in self.global_shapes.items():
-            names += [name] if shape == () else [f"{name}[{', '.join(map(str, index))}]" for index in np.ndindex(*shape)]
+            names += (
+                [name] if shape == () else [f"{name}[{', '.join(map(str, index))}]" for index in np.ndindex(*shape)]
+            )
         return names
 
 
@@ -233,14 +252,22 @@ def user_mask(fn: Any) -> Array | None:
     """The mask that handlers.mask or obs_mask put on a distribution, or None."""
     found = None
     while fn is not None:
-        if type(fn).__name__ == "MaskedDistribution" and not isinstance(fn._mask, bool):
-            found = fn._mask if found is None else found & fn._mask
+        if isinstance(fn, MaskedDistribution) and fn._mask is not True:
+            found = jnp.asarray(fn._mask) if found is None else found & fn._mask
         fn = getattr(fn, "base_dist", None)
     return found
 
 
+def _real_rows(group: Group, lengths: dict[str, int], padded: dict[str, int]) -> np.ndarray:
+    """Which rows of the padded group are real, from lengths alone."""
+    valid = np.ones((), bool)
+    for axis, ratio in group.axes:
+        valid = valid[..., None] & (np.arange(int(padded[axis] * ratio)) < int(lengths[axis] * ratio))
+    return np.flatnonzero(valid)
+
+
 def _resized(mask: Array, size: int) -> Array:
-    """The mask of an axis, for a site that has ``size`` elements along it (a reshape makes several rows one, or one several)."""
+    """The mask of an axis for a site with ``size`` elements along it (a reshape makes several rows one, or one several)."""
     length = mask.shape[-1]
     if size == length:
         return mask
@@ -254,7 +281,7 @@ def _masked(log_prob: Array, site: Site, mask: dict[str, Array]) -> Array:
     return log_prob
 
 
-# --- making one -----------------------------------------------------------------------------------------------------------
+# --- making one -----------------------------------------------------------------------------------------------------
 
 
 def split_model(model: Model, silos: Silos, local: Any = None, shared: Any = None, check: bool = True) -> SplitModel:
@@ -263,6 +290,7 @@ def split_model(model: Model, silos: Silos, local: Any = None, shared: Any = Non
     spec = call_spec(silos, part)
     split = from_spec(model, part, spec, shared_arrays(silos))
     if check:
+        check_support(split, silos)
         certify(split, silos)
     return split
 
@@ -274,14 +302,28 @@ def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array
     values: dict[str, Any] = {}
     limits: dict[str, Any] = {}
     if params:
-        for name, site in traced(model, spec.kwargs(spec.dummy()._replace(shared=shared))).items():
-            if name in params:
-                values[name] = site["value"]
-                limits[name] = site["kwargs"].get("constraint", constraints.real)
+        with validation_enabled(False):  # the dummy's zeros need not be valid data
+            trace = traced(model, spec.kwargs(spec.dummy()._replace(shared=shared)))
+        for name in params:
+            values[name] = trace[name]["value"]
+            limits[name] = trace[name]["kwargs"].get("constraint", constraints.real)
+            if not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(values[name])):
+                raise PartitionError(
+                    f"param {name!r} has no finite start without data: it is one value for all silos, so let it not "
+                    "depend on a silo's arguments. Write a number, or pass one in nf.Silos(..., shared=)."
+                )
     theta = {s.name: biject_to(limits[s.name]).inv(values[s.name]) for s in part.sites if s.role == "param"}
     constants = {s.name: values[s.name] for s in part.sites if s.role == "constant"}
     return SplitModel(
-        model, part, spec, shared, unconstrained, _groups(part), theta, {name: limits[name] for name in theta}, constants
+        model,
+        part,
+        spec,
+        shared,
+        unconstrained,
+        _groups(part),
+        theta,
+        {name: limits[name] for name in theta},
+        constants,
     )
 
 
@@ -291,12 +333,15 @@ def _groups(part: Partition) -> tuple[Group, ...]:
     for site in part.sites:
         if site.role != "local":
             continue
-        batch, shape = site.shape.batch, site.shape.unconstrained or ()
+        # the unconstrained value is the log density's axes followed by event axes
+        batch, shape = site.shape.log_prob or (), site.shape.unconstrained or ()
         axes = sorted(site.axes)
         positions = tuple(len(batch) + dim for _, dim in axes)
         key = tuple((axis, Fraction(batch[dim], lengths[axis])) for axis, dim in axes)
         rest = tuple(size for i, size in enumerate(shape) if i not in positions)
-        found.setdefault(key, []).append(LocalSite(site.name, positions, rest, len(batch), tuple(dim for _, dim in axes)))
+        found.setdefault(key, []).append(
+            LocalSite(site.name, positions, rest, len(batch), tuple(dim for _, dim in axes))
+        )
     groups, taken = [], set()
     for key, sites in found.items():
         name = "*".join(axis for axis, _ in key) or "silo"
@@ -307,7 +352,7 @@ def _groups(part: Partition) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-# --- the certificate ------------------------------------------------------------------------------------------------------
+# --- the certificate ------------------------------------------------------------------------------------------------
 
 
 def certify(split: SplitModel, silos: Silos, max_silos: int = 4, seed: int = 0) -> None:
@@ -349,20 +394,13 @@ def _point(split: SplitModel, seed: int, plain: SiloData, padded: SiloData) -> t
         group.name: draws.normal(scale=0.5, size=(group.num_rows(padded.mask), group.size)).astype(dtype)
         for group in split.groups
     }
-    return z, full, {group.name: full[group.name][_host_rows(group, plain, padded)] for group in split.groups}
-
-
-def _host_rows(group: Group, plain: SiloData, padded: SiloData) -> np.ndarray:
-    """Which of the padded group's rows are the plain silo's, from shapes alone (masks may be traced)."""
-    valid = np.ones((), bool)
-    for (_, _), size, full in zip(group.axes, group.row_shape(plain.mask), group.row_shape(padded.mask), strict=True):
-        valid = valid[..., None] & (np.arange(full) < size)
-    return valid.reshape(-1)
+    sizes = [{axis: mask.shape[-1] for axis, mask in data.mask.items()} for data in (plain, padded)]
+    return z, full, split.unpadded_local(full, *sizes)
 
 
 def _compiled_once(function: Callable[..., Any], *args: Any) -> Any:
     """Run a program that is used a single time: compiled without optimisation, which takes a third of the time."""
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    options: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return jax.jit(function).lower(*args).compile(compiler_options=options)(*args)
 
 
@@ -392,11 +430,118 @@ def _explain(
             + (f" (sites: {', '.join(bad)})" if bad else "")
             + ": check the scale of the data and the distributions' parameters"
         )
-    differ = [n for n in ours_by_site if not np.isclose(ours_by_site[n], plain_by_site[n], rtol=1e-4, atol=1e-3)]
-    cause = (
-        f"site {differ[0]!r} mixes rows of the silo ({', '.join(a.name for a in split.partition.axes)}): with padded rows its "
-        "log density changes. Give one log density per row, computed from that row"
-        if differ
-        else "a term is counted twice or left out; list the site in local= or shared="
+    seen = f"silo {name!r}: the split log density is {ours:.6g} where NumPyro's is {theirs:.6g}: "
+    moved = [n for n, value in _server_terms(split, z, cut, plain).items() if not _close(*value)]
+    if moved:
+        return seen + (
+            f"the server's site {moved[0]!r} changes with the size of a silo's data (x.shape[0], or an int argument, "
+            "in its distribution): each silo would have another prior. Pass the number it needs in nf.Silos(..., "
+            "shared=)."
+        )
+    mixed = [n for n in ours_by_site if not _close(ours_by_site[n], plain_by_site[n])]
+    if mixed:
+        return seen + (
+            f"site {mixed[0]!r} mixes rows of the silo ({', '.join(a.name for a in split.partition.axes)}): with "
+            "padded rows its log density changes. Give one log density per row, computed from that row; what needs all "
+            "rows (a mean, a number of rows) compute beforehand and pass as an argument."
+        )
+    return seen + "a term is counted twice or left out; list its site in local= or shared="
+
+
+def _close(a: float, b: float) -> bool:
+    return bool(np.isclose(a, b, rtol=1e-4, atol=1e-4))
+
+
+def _server_terms(split: SplitModel, z: Array, cut: dict, plain: SiloData) -> dict[str, tuple[float, float]]:
+    """The server's log densities as the server and as this silo would compute them."""
+    values = split.unravel(z)
+    dummy = split.spec.dummy()._replace(shared=split.shared)
+    at_server, _ = split._log_probs(values, split.theta, dummy)
+    in_silo, _ = split._log_probs(values | split.unpack(cut, plain.mask), split.theta, plain)
+    names = [site.name for site in split.partition.sites if site.at_server and site.name in at_server]
+    return {name: (float(jnp.sum(at_server[name])), float(jnp.sum(in_silo[name]))) for name in names}
+
+
+# --- observations in their distributions' support -------------------------------------------------------------------
+
+
+def check_support(split: SplitModel, silos: Silos) -> None:
+    """Raise when an observation is impossible: a 3 where a Bernoulli needs 0 or 1. NumPyro itself computes on.
+
+    Sites whose support depends on a latent are left to inference; masked observations may have any value.
+    """
+    names = split.partition.static_support
+    if not names:
+        return
+
+    def inside(args: Any, mask: Any) -> dict[str, Array]:
+        trace = _trace_at_zero(split, SiloData(args, mask, split.shared))
+        return {name: jnp.all(_in_support(trace[name]["fn"], trace[name]["value"])) for name in names}
+
+    for bucket in stack(silos, split.spec, split.partition.axes):
+        found = _compiled_once(jax.vmap(inside), bucket.args, bucket.mask)
+        for name, fine in found.items():
+            if not np.all(fine):
+                silo = bucket.names[int(np.argmin(fine))]
+                raise PartitionError(_outside(split, silos, silo, name))
+
+
+def _trace_at_zero(split: SplitModel, data: SiloData) -> dict[str, dict]:
+    values = split.unravel(jnp.zeros(split.dim)) | split.unpack(split.zeros_local(data.mask), data.mask)
+    with validation_enabled(False):
+        return handlers.trace(split._substituted(values, split.theta)).get_trace(**split.spec.kwargs(data))
+
+
+def _in_support(fn: Any, value: Array) -> Array:
+    if fn.support is constraints.simplex:  # NumPyro's own check asks for 1e-6, more than float32 data can keep
+        fine = jnp.all(value >= 0, axis=-1) & (jnp.abs(jnp.sum(value, axis=-1) - 1) < 1e-3)
+    else:
+        fine = fn.support(value)
+    masked = user_mask(fn)
+    return fine if masked is None else fine | ~masked
+
+
+def _outside(split: SplitModel, silos: Silos, silo: str, name: str) -> str:
+    """The message for the first impossible observation of a silo's site."""
+    site = _trace_at_zero(split, silo_data(silos, silo, split.spec, split.partition.axes))[name]
+    fn, value = site["fn"], np.asarray(site["value"])
+    bad = np.argwhere(~np.asarray(_in_support(fn, site["value"])))
+    row = tuple(int(i) for i in bad[0])
+    where = f" (row {', '.join(map(str, row))})" if row else ""
+    more = f"; {len(bad)} such values" if len(bad) > 1 else ""
+    got = np.array2string(value[row] if row else value, separator=", ")
+    return (
+        f"silo {silo!r}, site {name!r}: observed value {got}{where} is outside the support of {label(fn)} "
+        f"({_described(fn.support, row)}){more}. Recode these observations, or choose a distribution that allows them."
     )
-    return f"silo {name!r}: the split log density is {ours:.6g} where NumPyro's is {theirs:.6g}: {cause}"
+
+
+def _described(support: Any, row: tuple[int, ...]) -> str:
+    """A support in words; bounds that differ between rows are those of ``row``."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+
+    def bound(value: Any) -> str:
+        array = np.asarray(value)
+        return str(array[row[-array.ndim :]] if array.ndim else array)
+
+    kind = type(support).__name__
+    words = {
+        "_Boolean": "0 or 1",
+        "_IntegerNonnegative": "0, 1, 2, ...",
+        "_IntegerPositive": "1, 2, 3, ...",
+        "_Positive": "numbers above 0",
+        "_SoftplusPositive": "numbers above 0",
+        "_Nonnegative": "numbers from 0",
+        "_Real": "finite numbers",
+        "_Simplex": "numbers from 0 that add up to 1",
+    }
+    if kind in words:
+        return words[kind]
+    low, high = getattr(support, "lower_bound", None), getattr(support, "upper_bound", None)
+    what = "integers" if support.is_discrete else "numbers"
+    if low is not None and high is not None:
+        return f"{what} from {bound(low)} to {bound(high)}"
+    if low is not None:
+        return f"{what} {'above' if kind == '_GreaterThan' else 'from'} {bound(low)}"
+    return str(support)

@@ -29,7 +29,7 @@ class PartitionError(ValueError):
 
 
 class SiteShape(NamedTuple):
-    """A site of the model as traced on shapes. Plates are (name, dim, size), dim counted from the right of ``batch``."""
+    """A site of the model as traced on shapes. Plates are (name, dim, size), dim counted from the right of ``log_prob``."""
 
     kind: str  # latent, observed, factor, deterministic, param, mutable
     value: Shape
@@ -92,8 +92,8 @@ def trace_shapes(model: Model, kwargs: Mapping[str, Any]) -> Tracing:
                 size, subsample = site["args"]
                 if subsample is not None and subsample != size:
                     raise PartitionError(
-                        f"plate {name!r} has subsample_size={subsample}: leave it out; rows are sampled inside the silos "
-                        "by the method's batch_size="
+                        f"plate {name!r} has subsample_size={subsample}: leave it out; rows are sampled inside the "
+                        "silos by the method's batch_size="
                     )
                 plates[name] = size
             elif site["type"] in ("sample", "deterministic", "param", "mutable"):
@@ -120,8 +120,8 @@ def _site_shape(name: str, site: dict) -> SiteShape:
     for plate, dim, size in plates:
         if len(log_prob) < -dim or log_prob[dim] != size:
             raise PartitionError(
-                f"sample site {name!r} has log densities of shape {log_prob} in plate {plate!r} of size {size}: give the "
-                f"plate the size of its rows, and its distribution (and obs=) {size} rows"
+                f"sample site {name!r} has log densities of shape {log_prob} in plate {plate!r} of size {size}: give "
+                f"the plate the size of its rows, and its distribution (and obs=) {size} rows"
             )
     support = support_of(fn)
     discrete = bool(getattr(support, "is_discrete", False))
@@ -130,7 +130,9 @@ def _site_shape(name: str, site: dict) -> SiteShape:
         with helpful_support_errors(site):
             transform = biject_to(support)
         unconstrained = jnp.shape(transform.inv(value))
-    return SiteShape(kind, jnp.shape(value), log_prob, tuple(fn.batch_shape), unconstrained, plates, discrete, label(fn))
+    return SiteShape(
+        kind, jnp.shape(value), log_prob, tuple(fn.batch_shape), unconstrained, plates, discrete, label(fn)
+    )
 
 
 def _check_observed_shape(name: str, value: Shape, expected: Shape) -> None:
@@ -142,13 +144,14 @@ def _check_observed_shape(name: str, value: Shape, expected: Shape) -> None:
         raise PartitionError(f"{got}: give both the same rows") from None
     if together not in (value, expected):
         raise PartitionError(
-            f"{got}: they would broadcast to {' x '.join(map(str, together))}. Give the observations the shape {expected}."
+            f"{got}: they would broadcast to {' x '.join(map(str, together))}. Give the observations the shape "
+            f"{expected}."
         )
     repeated = [(a, b) for a, b in zip(value[::-1], expected[::-1], strict=False) if a == 1 != b]
     if repeated:
         raise PartitionError(
-            f"{got}: one observation would be counted {repeated[0][1]} times. Give the observations the shape {expected} "
-            "(jnp.broadcast_to, if you mean it)."
+            f"{got}: one observation would be counted {repeated[0][1]} times. Give the observations the shape "
+            f"{expected} (jnp.broadcast_to, if you mean it)."
         )
 
 
@@ -162,7 +165,7 @@ def support_of(fn: Distribution) -> Any:
     """The distribution's support, or None when its author gave none (observed sites can do without)."""
     try:
         return fn.support
-    except NotImplementedError:
+    except (AssertionError, NotImplementedError):  # NumPyro's wrappers assert that there is one
         return None
 
 
@@ -200,8 +203,9 @@ def trace_silo(model: Model, silo: str, kwargs: Mapping[str, Any]) -> Tracing:
         raise PartitionError(f"silo {silo!r}: {error}") from None
     except jax.errors.NonConcreteBooleanIndexError as error:
         raise PartitionError(
-            f"{called}: it selects rows by a boolean array, so that their number depends on the data. Keep all rows and use "
-            f"jnp.where, handlers.mask or obs_mask=, or select them before the silos are made. JAX said: {_first_line(error)}"
+            f"{called}: it selects rows by a boolean array, so that their number depends on the data. Keep all rows "
+            "and use jnp.where, handlers.mask or obs_mask=, or select them before the silos are made. JAX said: "
+            f"{_first_line(error)}"
         ) from error
     except jax.errors.TracerArrayConversionError as error:
         raise PartitionError(
@@ -237,7 +241,7 @@ def check_signature(model: Model, kwargs: Mapping[str, Any]) -> None:
 
 
 class Dependence(NamedTuple):
-    """What each log density, observed value and deterministic site depends on: ``arg:path``, ``site:name``, ``param:name``."""
+    """What log densities, values and supports depend on: ``arg:path``, ``shared:path``, ``site:name``, ``param:name``."""
 
     log_prob: dict[str, frozenset[str]]
     value: dict[str, frozenset[str]]
