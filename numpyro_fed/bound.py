@@ -60,7 +60,8 @@ def silo_bound(
     if not split.groups:
         value, (g_z, g_theta) = jax.value_and_grad(lambda z, theta: split.log_silo(z, {}, theta, data), argnums=(0, 1))(z, theta)
         return BoundGradients(value, params, g_z, jnp.zeros_like(mean), g_theta)
-    eps = guide.draw_local(key, split, data.mask, weighting.num)
+    # the barrier keeps the compiler from drawing the same numbers again in every place that uses them
+    eps = jax.lax.optimization_barrier(guide.draw_local(key, split, data.mask, weighting.num))
     held, held_mean = jax.lax.stop_gradient((params, mean))
 
     def sample(params: Any, z: Array, mean: Array) -> dict:

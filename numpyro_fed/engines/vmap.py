@@ -82,10 +82,10 @@ def _rounds(
 
     batched = jax.vmap(step, in_axes=(0, None, 0, 0, 0, 0))
 
-    def everyone(key: Any, broadcast: Any, silos: tuple) -> tuple[Any, tuple, Any]:
+    def everyone(keys: Any, broadcast: Any, silos: tuple) -> tuple[Any, tuple, Any]:
         messages, states = [], []
-        for bucket, place, state, (args, mask) in zip(bucket_names, places, silos, arrays, strict=True):
-            message, state = batched(silo_keys(key, identities(bucket)), broadcast, place, state, args, mask)
+        for place, state, (args, mask) in zip(places, silos, arrays, strict=True):
+            message, state = batched(keys[place], broadcast, place, state, args, mask)
             messages.append(message)
             states.append(state)
         if len(messages) == 1 and np.array_equal(places[0], np.arange(len(names))):
@@ -94,7 +94,7 @@ def _rounds(
         together = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *messages)
         return together, tuple(states), np.arange(len(names))
 
-    def some(key: Any, broadcast: Any, silos: tuple, cohort: Any) -> tuple[Any, tuple, Any]:
+    def some(keys: Any, broadcast: Any, silos: tuple, cohort: Any) -> tuple[Any, tuple, Any]:
         """Only the cohort's silos are computed: each bucket has a slot for every member it may have this round."""
         size = cohort.shape[0]
         together, states = None, []
@@ -106,9 +106,9 @@ def _rounds(
             order = jnp.argsort(inside >= len(bucket), stable=True)[:slots]
             at = inside[order]
             gather = lambda leaf, at=at, n=len(bucket): leaf[jnp.minimum(at, n - 1)]  # noqa: E731
-            ids, js = gather(jnp.asarray(identities(bucket))), gather(jnp.asarray(place))
+            js = gather(jnp.asarray(place))
             state_in, args_in, mask_in = jax.tree.map(gather, (state, args, mask))
-            message, new = batched(silo_keys(key, ids), broadcast, js, state_in, args_in, mask_in)
+            message, new = batched(keys[js], broadcast, js, state_in, args_in, mask_in)
             states.append(jax.tree.map(lambda old, rows, at=at: old.at[at].set(rows, mode="drop"), state, new))
             target = jnp.where(at < len(bucket), order, size)
             if together is None:
@@ -116,16 +116,19 @@ def _rounds(
             together = jax.tree.map(lambda all_, rows, t=target: all_.at[t].set(rows, mode="drop"), together, message)
         return together, tuple(states), cohort
 
+    # every key of the chunk at once: drawing them inside the loop costs more, to compile and to run
+    round_keys = jax.vmap(lambda i: jax.random.fold_in(key, first + i))(jnp.arange(CHUNK))
+    server_keys = jax.vmap(lambda key: jax.random.fold_in(key, SERVER))(round_keys)
+    all_keys = jax.vmap(lambda key: silo_keys(key, identities(names)))(round_keys)
+
     def one_round(i: Any, server: Any, silos: tuple) -> tuple[Any, tuple, dict]:
-        round_key = jax.random.fold_in(key, first + i)
-        server_key = jax.random.fold_in(round_key, SERVER)
-        broadcast = algorithm.broadcast(server_key, server)
+        broadcast = algorithm.broadcast(server_keys[i], server)
         if cohorts is None:
-            messages, silos, index = everyone(round_key, broadcast, silos)
+            messages, silos, index = everyone(all_keys[i], broadcast, silos)
         else:
-            messages, silos, index = some(round_key, broadcast, silos, cohorts[i])
+            messages, silos, index = some(all_keys[i], broadcast, silos, cohorts[i])
         aggregate = algorithm.aggregate(messages, Cohort(index, len(names)))
-        server, info = algorithm.server_step(server_key, server, aggregate)
+        server, info = algorithm.server_step(server_keys[i], server, aggregate)
         return server, silos, info
 
     shapes = jax.eval_shape(one_round, 0, server, silos)[2]

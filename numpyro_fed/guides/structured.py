@@ -153,7 +153,7 @@ class StructuredNormal:
         """Standard normals, {group: (num, rows, k)}. A row's numbers depend on its place, not on the padding."""
         out = {}
         for group in split.groups:
-            own = jax.random.fold_in(key, digest(group.name))
+            own = key if len(split.groups) == 1 else jax.random.fold_in(key, digest(group.name))
             shape = group.row_shape(mask)
             if len(shape) > 1:
                 keys = jax.vmap(lambda i, own=own: jax.random.fold_in(own, i))(jnp.arange(shape[0]))
@@ -167,11 +167,13 @@ class StructuredNormal:
     def _location(self, own: dict, base: LocalBase, group: str, shift: Array) -> Array:
         loc = own["loc"]
         if "coupling" in own:
-            loc = loc + own["coupling"] @ shift
+            loc = loc + jnp.sum(own["coupling"] * shift, axis=-1)  # a batch of tiny matrix products is slower
         return base.loc[group] + base.scale[group] * loc
 
     def _log_scale(self, own: dict, shift: Array) -> Array:
-        return own["log_scale"] + own["scale_coupling"] @ shift if "scale_coupling" in own else own["log_scale"]
+        if "scale_coupling" not in own:
+            return own["log_scale"]
+        return own["log_scale"] + jnp.sum(own["scale_coupling"] * shift, axis=-1)
 
     def sample_local(self, params: dict, base: LocalBase, z: Array, mean: Array, eps: dict) -> dict:
         """z_L given z_G = z, from one set of standard normals."""

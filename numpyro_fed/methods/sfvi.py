@@ -74,7 +74,7 @@ class SFVI(Method):
 
     Args:
         model: an ordinary NumPyro model, called as ``model(**silos[name])``.
-        guide: the variational family; by default ``nf.guides.StructuredNormal()``.
+        guide: the variational family; by default ``nf.guides.StructuredNormal(scale_coupling=True)``.
         optim: any optax optimiser, for the server and (unless ``silo_optim`` is given) the silos. Parameters are
             whitened, so steps are in posterior sds; the default is Adam with a step that falls from 0.02 to 0.0002.
         importance_samples: K of the bound, draws of each local row per round. By default 10 where local rows are
@@ -116,7 +116,7 @@ class SFVI(Method):
 
     @property
     def family(self) -> StructuredNormal:
-        return self.guide or StructuredNormal()
+        return self.guide or StructuredNormal(scale_coupling=True)
 
     # --- what the base class asks for ----------------------------------------------------------------------------------
 
@@ -160,6 +160,8 @@ class SFVI(Method):
             return jax.tree.map(lambda a, b, t: a + b * t, location, scale, server.theta if theta is None else theta)
 
         def draws(key: Array) -> Array:
+            if self.num_particles == 1:
+                return guide.draw_global(key, d)[None]
             return jax.vmap(lambda key: guide.draw_global(key, d))(jax.random.split(key, self.num_particles))
 
         def sample(params: dict, base: GlobalBase, eps: Array) -> Array:

@@ -1,0 +1,386 @@
+"""SFVI's laws: it is centralised structured variational inference, and it is right where the answer is known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.util import potential_energy
+
+import numpyro_fed as nf
+from numpyro_fed.engines.base import SERVER
+from numpyro_fed.engines.vmap import Vmap
+from numpyro_fed.tracing import digest
+
+
+def groups(y):
+    """Known answer: everything is normal."""
+    mu = numpyro.sample("mu", dist.Normal(0.0, 3.0))
+    with numpyro.plate("rows", y.shape[0]):
+        theta = numpyro.sample("theta", dist.Normal(mu, 1.0))
+        numpyro.sample("y", dist.Normal(theta, 0.5), obs=y)
+
+
+def logistic(x, y=None):
+    """No closed form: a random intercept per row, with four visits."""
+    beta = numpyro.sample("beta", dist.Normal(0.0, 2.0).expand([2]).to_event(1))
+    omega = numpyro.sample("omega", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", x.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0.0, jnp.exp(omega)))
+        logits = beta[0] + beta[1] * x[:, None] + b[:, None] + jnp.zeros(4)
+        numpyro.sample("y", dist.Bernoulli(logits=logits).to_event(1), obs=y)
+
+
+def logistic_silos(sizes, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    data = {}
+    for i, n in enumerate(sizes):
+        x = rng.normal(size=n).astype(dtype)
+        y = (rng.random((n, 4)) < 1 / (1 + np.exp(-0.5 - x - rng.normal(size=n)))[:, None]).astype(np.int32)
+        data[f"silo {i}"] = dict(x=x, y=y)
+    return nf.Silos(data)
+
+
+def normal_silos(num_silos, seed=0):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(2, 30, num_silos)
+    return nf.Silos({f"s{i}": dict(y=rng.normal(2.0, 1.1, n).astype(np.float32)) for i, n in enumerate(sizes)})
+
+
+@pytest.mark.parametrize("sizes", [(7,), (5, 3, 8)], ids=["one silo", "three silos"])
+def test_path_is_that_of_centralised_structured_inference(x64, sizes):
+    """100 steps from the same start with the same draws: the parameters agree to 1e-10.
+
+    The centralised method is written out here: NumPyro's density of the pooled model, gradients by autodiff through
+    all draws with the parameters inside log q held fixed, one Adam over everything.
+    """
+    silos = logistic_silos(sizes, np.float64)
+    key, rounds = jax.random.key(3), 100
+    guide = nf.guides.StructuredNormal()
+    method = nf.SFVI(logistic, guide=guide, optim=optax.adam(0.05), importance_samples=1, start_rounds=0)
+    fit = method.run(key, silos, rounds, progress_bar=False)
+
+
+    pooled = {k: np.concatenate([silos[n][k] for n in silos.names]) for k in ("x", "y")}
+    ends = np.cumsum(sizes)
+    n, d = ends[-1], 3
+    normal = lambda round_, name, shape: jax.random.normal(
+        jax.random.fold_in(jax.random.fold_in(key, round_), SERVER if name is None else digest(name)), shape
+    )
+
+    def negative_elbo(params, eps_global, eps_local):
+        fixed = jax.lax.stop_gradient(params)
+        unit = lambda p: jnp.tril(p["tril"], -1) + jnp.eye(d)
+        z = 0.1 * (params["loc"] + jnp.exp(params["log_scale"]) * (unit(params) @ eps_global))
+        shift = lambda p: z - 0.1 * p["loc"]
+        b = 0.5 * (params["b"] + params["C"] @ shift(params) + jnp.exp(params["b_log_scale"]) * eps_local)
+        values = {"beta": z[:2], "omega": z[2], "b": b}
+        log_p = -potential_energy(logistic, (), pooled, values)
+        scale_tril = 0.1 * jnp.exp(fixed["log_scale"])[:, None] * unit(fixed)
+        log_q = dist.MultivariateNormal(0.1 * fixed["loc"], scale_tril=scale_tril).log_prob(z)
+        loc = 0.5 * (fixed["b"] + fixed["C"] @ shift(fixed))
+        log_q += dist.Normal(loc, 0.5 * jnp.exp(fixed["b_log_scale"])).log_prob(b).sum()
+        return log_q - log_p
+
+    params = {
+        "loc": jnp.zeros(d), "log_scale": jnp.zeros(d), "tril": jnp.zeros((d, d)),
+        "b": jnp.zeros(n), "b_log_scale": jnp.zeros(n), "C": jnp.zeros((n, d)),
+    }  # fmt: skip
+    optim = optax.adam(0.05)
+    state = optim.init(params)
+    losses = []
+    step = jax.jit(jax.value_and_grad(negative_elbo))
+    for t in range(rounds):
+        eps_local = jnp.concatenate([normal(t, name, (m, 1, 1))[:, 0, 0] for name, m in zip(silos.names, sizes, strict=True)])
+        loss, gradient = step(params, normal(t, None, (d,)), eps_local)
+        updates, state = optim.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(loss)
+
+    assert guide.global_cov == "full"
+    np.testing.assert_allclose(fit.history["loss"], losses, rtol=1e-10)
+    for name in ("loc", "log_scale"):
+        np.testing.assert_allclose(fit.state.server.params[name], params[name], atol=1e-10)
+    np.testing.assert_allclose(np.tril(fit.state.server.params["tril"], -1), np.tril(params["tril"], -1), atol=1e-10)
+    for i, name in enumerate(silos.names):
+        own = fit.state.silo(name)[0].params["rows"]
+        rows = slice(ends[i] - sizes[i], ends[i])
+        np.testing.assert_allclose(own["loc"][: sizes[i], 0], params["b"][rows], atol=1e-10)
+        np.testing.assert_allclose(own["log_scale"][: sizes[i], 0], params["b_log_scale"][rows], atol=1e-10)
+        np.testing.assert_allclose(own["coupling"][: sizes[i], 0], params["C"][rows], atol=1e-10)
+
+
+@pytest.mark.parametrize("num_silos", [1, 2, 5, 20])
+def test_conjugate_hierarchy_is_exact(num_silos):
+    """Mean within 0.01 sd, sd within 1 %, with the default settings; read off the guide, so no Monte Carlo error."""
+    silos = normal_silos(num_silos)
+    fit = nf.SFVI(groups).run(jax.random.key(0), silos, progress_bar=False)
+    y = np.concatenate([silos[name]["y"] for name in silos.names]).astype(np.float64)
+    precision = 1 / 9 + len(y) / 1.25
+    mean, sd = y.sum() / 1.25 / precision, precision**-0.5
+    server, guide = fit.state.server, fit.method.family
+    assert abs(float(guide.mean_global(server.params, server.base)[0]) - mean) < 0.01 * sd
+    assert abs(float(guide.covariance(server.params, server.base)[0, 0]) ** 0.5 / sd - 1) < 0.01
+
+
+@pytest.mark.parametrize("num_silos", [1, 2, 5, 20])
+def test_conjugate_regression_is_exact(num_silos):
+    """No locals, three correlated coefficients, against the closed form."""
+
+    def regression(x, y):
+        beta = numpyro.sample("beta", dist.Normal(0.0, 10.0).expand([3]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ beta, 0.7), obs=y)
+
+    rng = np.random.default_rng(num_silos)
+    x = rng.normal(size=(100, 3)) @ np.array([[1.0, 0.9, 0.0], [0.0, 0.3, 0.0], [5.0, 0.0, 0.2]])
+    y = x @ np.array([30.0, -2.0, 0.5]) + 0.7 * rng.normal(size=100)
+    silos = nf.split(np.arange(100) % num_silos, x=x.astype(np.float32), y=y.astype(np.float32))
+    fit = nf.SFVI(regression).run(jax.random.key(0), silos, progress_bar=False)
+    covariance = np.linalg.inv(x.T @ x / 0.49 + np.eye(3) / 100)
+    sd = np.sqrt(np.diag(covariance))
+    server, guide = fit.state.server, fit.method.family
+    np.testing.assert_array_less(np.abs(guide.mean_global(server.params, server.base) - covariance @ x.T @ y / 0.49), 0.01 * sd)
+    np.testing.assert_allclose(np.sqrt(np.diag(guide.covariance(server.params, server.base))), sd, rtol=0.01)
+
+
+def test_start_finds_an_answer_far_from_the_prior():
+    """An intercept of 242 under N(0, 100): no tuning, and few rounds."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 100.0))
+        sigma = numpyro.sample("sigma", dist.HalfNormal(50.0))
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, sigma), obs=y)
+
+    rng = np.random.default_rng(0)
+    silos = nf.Silos([dict(y=rng.normal(242, 3, n).astype(np.float32)) for n in (20, 35)])
+    fit = nf.SFVI(model).run(jax.random.key(0), silos, 500, progress_bar=False)
+    y = np.concatenate([silos[n]["y"] for n in silos.names])
+    draws = fit.sample(jax.random.key(1), 4000)
+    assert abs(draws["mu"].mean() - y.mean()) < 0.1 * 3 / np.sqrt(55) + 0.05
+    assert 0.9 < float(draws["mu"].std()) / (y.std() / np.sqrt(55)) < 1.1
+    assert fit.history["start"].sum() <= 30 and not fit.history["start"][-500:].any()
+
+
+def test_theta_is_learned():
+    """Empirical Bayes: theta maximises the marginal likelihood, which is known here."""
+
+    def model(y):
+        scale = numpyro.param("scale", jnp.array(0.3), constraint=dist.constraints.positive)
+        with numpyro.plate("rows", y.shape[0]):
+            theta = numpyro.sample("theta", dist.Normal(0.0, scale))
+            numpyro.sample("y", dist.Normal(theta, 1.0), obs=y)
+
+    rng = np.random.default_rng(1)
+    silos = nf.Silos([dict(y=rng.normal(0, 5**0.5, n).astype(np.float32)) for n in (60, 140)])
+    fit = nf.SFVI(model).run(jax.random.key(0), silos, 2000, progress_bar=False)
+    y = np.concatenate([silos[n]["y"] for n in silos.names])
+    assert float(fit.params["scale"]) == pytest.approx(np.sqrt(np.mean(y**2) - 1), rel=0.01)
+
+
+# --- engines and schedules ----------------------------------------------------------------------------------------------
+
+
+def close(a, b, **tolerance):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+
+@pytest.mark.parametrize("schedule", [None, nf.schedules.sampled(2), "sequential"], ids=str)
+def test_vmap_equals_loopback(x64, schedule):
+    """Also with buckets: sizes 3 to 40 need more than one."""
+    silos = logistic_silos((3, 40, 4, 5, 3), np.float64)
+    method = nf.SFVI(logistic, optim=optax.adam(0.05), importance_samples=3, start_rounds=0)
+    run = lambda engine: method.run(jax.random.key(0), silos, 8, schedule=schedule, engine=engine, progress_bar=False)
+    fast, plain = run(nf.engines.Vmap()), run(nf.engines.Loopback())
+    assert len(fast.padded) > 1
+    close(fast.state.server, plain.state.server, rtol=1e-8, atol=1e-10)
+    close(fast.state.silos, plain.state.silos, rtol=1e-8, atol=1e-10)
+    close(fast.history, plain.history, rtol=1e-9)  # bytes too: counted from shapes there, from real messages here
+
+
+def test_one_float32_step_agrees_between_engines_after_a_start():
+    """The start searches along lines and accepts or rejects: near a tie, rounding decides. Hence one short step."""
+    silos = logistic_silos((3, 6))
+    method = nf.SFVI(logistic, start_rounds=1)
+    run = lambda engine: method.run(jax.random.key(0), silos, 1, engine=engine, progress_bar=False)
+    fast, plain = run(nf.engines.Vmap()), run(nf.engines.Loopback())
+    close(fast.state.server, plain.state.server, rtol=1e-5, atol=1e-6)
+    close(fast.state.silos, plain.state.silos, rtol=1e-5, atol=1e-6)
+
+
+def test_absent_silos_do_not_move():
+    """Not by a bit: neither parameters nor optimiser."""
+    silos = logistic_silos((3, 4, 5))
+    method = nf.SFVI(logistic, start_rounds=0)
+    only = nf.schedules.fixed([["silo 1"]])
+    before = method.run(jax.random.key(0), silos, 1, schedule=only, progress_bar=False)
+    after = method.run(jax.random.key(0), silos, 20, schedule=only, init_state=before.state, progress_bar=False)
+    for name in ("silo 0", "silo 2"):
+        jax.tree.map(np.testing.assert_array_equal, before.state.silo(name)[0].params, after.state.silo(name)[0].params)
+        moments = lambda fit, name=name: fit.state.silo(name)[0].opt_state[0]
+        jax.tree.map(np.testing.assert_array_equal, moments(before), moments(after))
+    moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before.state.silo("silo 1")[0].params, after.state.silo("silo 1")[0].params)
+    assert any(jax.tree.leaves(moved))
+
+
+def test_sampled_cohorts_reach_the_same_answer():
+    silos = normal_silos(8)
+    fit = nf.SFVI(groups).run(
+        jax.random.key(0), silos, 6000, schedule=nf.schedules.sampled(3), progress_bar=False
+    )
+    y = np.concatenate([silos[name]["y"] for name in silos.names]).astype(np.float64)
+    precision = 1 / 9 + len(y) / 1.25
+    server, guide = fit.state.server, fit.method.family
+    # a cohort's gradient is noisy even at the optimum: the tolerance is that of the step size, not of exactness
+    assert abs(float(guide.mean_global(server.params, server.base)[0]) - y.sum() / 1.25 / precision) < 0.15 * precision**-0.5
+    assert np.all(fit.history["bytes_up"][~fit.history["start"]] * 8 == 3 * fit.history["bytes_up"][~fit.history["start"]][0] / 3 * 8)
+
+
+def test_order_of_silos_changes_nothing(x64):
+    silos = logistic_silos((3, 9, 5), np.float64)
+    back = nf.Silos({name: silos.own(name) for name in reversed(silos.names)})
+    method = nf.SFVI(logistic, optim=optax.adam(0.05), importance_samples=2)
+    run = lambda silos: method.run(jax.random.key(0), silos, 20, schedule=nf.schedules.sampled(2), progress_bar=False)
+    one, other = run(silos), run(back)
+    close(one.state.server, other.state.server, rtol=1e-8, atol=1e-10)
+    for name in silos.names:
+        close(one.state.silo(name)[0], other.state.silo(name)[0], rtol=1e-8, atol=1e-10)
+
+
+def test_padding_changes_nothing(x64):
+    """A silo's path is the same beside a much larger silo as beside one of its own size: only padding differs."""
+    small = logistic_silos((4, 4), np.float64)
+    large = logistic_silos((4, 7), np.float64)
+    method = nf.SFVI(logistic, optim=optax.adam(0.05), importance_samples=2, start_rounds=0)
+    first = nf.schedules.fixed([["silo 0"]])
+    one = method.run(jax.random.key(0), small, 20, schedule=first, progress_bar=False)
+    other = method.run(jax.random.key(0), large, 20, schedule=first, progress_bar=False)
+    np.testing.assert_array_equal(small["silo 0"]["x"], large["silo 0"]["x"])
+    close(one.state.server, other.state.server, rtol=1e-9, atol=1e-11)
+
+
+def test_nothing_compiles_twice():
+    """A second run with the same shapes, other data and another number of rounds reuses every program."""
+    method = nf.SFVI(logistic)
+    method.run(jax.random.key(0), logistic_silos((3, 6)), 600, progress_bar=False)
+    from numpyro_fed.engines import vmap
+
+    before = vmap._rounds._cache_size(), vmap._start._cache_size()
+    method.run(jax.random.key(1), logistic_silos((3, 6), seed=1), 700, progress_bar=False)
+    assert (vmap._rounds._cache_size(), vmap._start._cache_size()) == before
+
+
+def test_resuming_goes_on():
+    """Two runs of 10 with a user's optimiser equal one of 20."""
+    silos = logistic_silos((3, 6))
+    method = nf.SFVI(logistic, optim=optax.adam(0.01))
+    run = lambda rounds, **kw: method.run(jax.random.key(0), silos, rounds, progress_bar=False, **kw)
+    half = run(10)
+    again, whole = run(10, init_state=half.state), run(20)
+    assert again.state.round == whole.state.round == 20
+    close(again.state.server, whole.state.server, rtol=1e-6, atol=1e-7)
+
+
+def test_interrupt_returns_the_fit_so_far(capsys):
+    class Impatient(Vmap):
+        def rounds(self, algorithm, key, stack, server, silos, first, cohorts, count):
+            if first >= 512:
+                raise KeyboardInterrupt
+            return super().rounds(algorithm, key, stack, server, silos, first, cohorts, count)
+
+    fit = nf.SFVI(logistic).run(jax.random.key(0), logistic_silos((3, 6)), 5000, engine=Impatient(), progress_bar=False)
+    assert fit.state.round == 512 and (~fit.history["start"]).sum() == 512
+
+
+def test_message_is_linear_in_the_globals():
+    """What leaves a silo: gradients at the draw, at the centre, of theta, and the bound. No local latent, no rows."""
+    silos = logistic_silos((30, 60))
+    fit = nf.SFVI(logistic).run(jax.random.key(0), silos, 2, progress_bar=False)
+    prepared, stack = fit.method.ready(silos)
+    state, _ = fit.state.silo("silo 0")
+    sent = prepared.algorithm.broadcast(jax.random.key(0), fit.state.server)
+    message, _ = jax.eval_shape(prepared.algorithm.silo_step, jax.random.key(0), sent, state, stack.data("silo 0"))
+    d = 3
+    assert message._fields == ("z", "mean", "theta", "value")
+    assert sum(leaf.size for leaf in jax.tree.leaves(message)) == 2 * d + 1
+
+
+# --- bad inputs ------------------------------------------------------------------------------------------------------------
+
+SILOS = logistic_silos((3, 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(optim="adam"), r"optax.adam\(1e-2\)"),
+        (dict(optim=optax.adam), r"got adam: pass optax.adam\(1e-2\)"),
+        (dict(optim=optax.lbfgs()), "needs more than gradients"),
+        (dict(optim=optax.adam(-1e-2)), "learning rate positive"),
+        (dict(optim=optax.adam(float("nan"))), "learning rate positive"),
+        (dict(optim=optax.sgd(0.0)), "learning rate positive"),
+        (dict(silo_optim="sgd"), "silo_optim must be"),
+        (dict(importance_samples=0), "importance_samples must be an int of at least 1, got 0"),
+        (dict(num_particles=1.5), "num_particles must be an int of at least 1, got 1.5"),
+        (dict(guide="full"), "StructuredNormal"),
+    ],
+)
+def test_bad_settings(settings, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        nf.SFVI(logistic, **settings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (dict(rng_key=0), r"pass jax.random.key\(0\)"),
+        (dict(rng_key=np.random.default_rng(0)), r"pass jax.random.key\(0\)"),
+        (dict(num_rounds=0), "num_rounds must be an int of at least 1, got 0"),
+        (dict(num_rounds=-3), "got -3"),
+        (dict(num_rounds=10.0), "got 10.0"),
+        (dict(schedule="async"), "schedule is 'async'"),
+        (dict(schedule=nf.schedules.sampled(5)), "cohort_size is 5, but there are 2 silos"),
+        (dict(schedule=nf.schedules.fixed([["paris"]])), "names 'paris'; the silos are 'silo 0', 'silo 1'"),
+        (dict(silos={"a": {}}), "must be an nf.Silos"),
+        (dict(init_state=3), "fit.state"),
+    ],
+)
+def test_bad_run_arguments(arguments, words):
+    call = dict(rng_key=jax.random.key(0), silos=SILOS, num_rounds=5) | arguments
+    with pytest.raises((TypeError, ValueError), match=words):
+        nf.SFVI(logistic).run(call.pop("rng_key"), call.pop("silos"), progress_bar=False, **call)
+
+
+def test_resuming_with_other_silos_says_which():
+    fit = nf.SFVI(logistic).run(jax.random.key(0), SILOS, 2, progress_bar=False)
+    other = nf.Silos({"silo 0": SILOS.own("silo 0"), "york": SILOS.own("silo 1")})
+    with pytest.raises(ValueError, match="missing now: silo 1; not in the state: york"):
+        nf.SFVI(logistic).run(jax.random.key(0), other, 2, init_state=fit.state, progress_bar=False)
+
+
+def test_non_finite_loss_names_silo_and_site_and_keeps_the_last_good_fit():
+    def fragile(y):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", y.shape[0]):
+            # log of a number that turns negative once mu has moved: a bug a user could write
+            numpyro.factor("penalty", jnp.log(1.0 - jnp.where(y > 5, mu, 0.0)))
+            numpyro.sample("y", dist.Normal(10 * mu, 1.0), obs=y)
+
+    silos = nf.Silos({"fine": dict(y=np.zeros(3, "f")), "broken": dict(y=np.full(4, 30.0, "f"))})
+    with pytest.raises(FloatingPointError, match=r"round \d+, from silo 'broken' \(site 'penalty'\)") as caught:
+        nf.SFVI(fragile, start_rounds=0, optim=optax.adam(0.5)).run(jax.random.key(0), silos, 1000, progress_bar=False)
+    good = caught.value.fit
+    assert np.all(np.isfinite(good.history["loss"])) and np.all(np.isfinite(good.sample(jax.random.key(0), 10)["mu"]))
+
+
+def test_full_covariance_of_many_globals_is_refused():
+    def wide(y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2500]).to_event(1))
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y)
+
+    with pytest.raises(ValueError, match="low_rank"):
+        nf.SFVI(wide).run(jax.random.key(0), nf.Silos([dict(y=np.zeros(3, "f"))]), 5, progress_bar=False)
