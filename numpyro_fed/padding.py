@@ -8,7 +8,6 @@ shapes, so a program serves every silo of its bucket.
 """
 
 import itertools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -142,9 +141,9 @@ def stack(silos: Silos, spec: CallSpec, axes: tuple[Axis, ...]) -> list[Bucket]:
 
 
 def bucket_names(names: tuple[str, ...], axes: tuple[Axis, ...]) -> list[list[str]]:
-    """Silos sorted by size and cut into the fewest runs whose padded rows stay within ``PADDING`` times the rows.
+    """Silos sorted by size and cut into the fewest runs whose rows, padded, are at most ``PADDING`` times the rows.
 
-    >>> lengths = {"a": 100, "b": 3, "c": 2, "d": 90}
+    >>> lengths = {"a": 100, "b": 30, "c": 20, "d": 90}
     >>> bucket_names(tuple(lengths), (Axis("rows", ("y",), ("rows",), lengths),))
     [['a', 'b', 'c', 'd']]
     >>> lengths = {str(i): 2 for i in range(100)} | {"big": 1000}
@@ -154,47 +153,48 @@ def bucket_names(names: tuple[str, ...], axes: tuple[Axis, ...]) -> list[list[st
     ragged = [axis for axis in axes if len(set(axis.lengths.values())) > 1]
     if not ragged:
         return [list(names)]
-    main = max(ragged, key=lambda axis: sum(axis.lengths.values()))
-    order = sorted(names, key=lambda name: (main.lengths[name], name))
-
-    def excess(runs: list[list[str]]) -> float:
-        return max(
-            sum(len(run) * max(axis.lengths[n] for n in run) for run in runs) / sum(axis.lengths[n] for n in names)
-            for axis in ragged
-        )
-
-    octaves = _octaves(names, ragged)
-    cuts = itertools.islice(_cuts(order, [main.lengths[name] for name in order]), len(octaves))
-    runs = next((runs for runs in cuts if excess(runs) <= PADDING), octaves)
+    table = {name: [axis.lengths[name] for axis in ragged] for name in names}
+    order = sorted(names, key=lambda name: (sum(table[name]), name))
+    classes = _classes(table)
+    runs = _cut(order, np.array([table[name] for name in order]), len(classes)) or classes
     position = {name: i for i, name in enumerate(names)}
     return [sorted(run, key=position.__getitem__) for run in runs]
 
 
-def _octaves(names: tuple[str, ...], axes: list[Axis]) -> list[list[str]]:
-    """Silos whose sizes lie within a factor of two of one another, on every axis: always within ``PADDING``."""
-    found: dict[tuple[int, ...], list[str]] = {}
-    for name in names:
-        found.setdefault(tuple(axis.lengths[name].bit_length() for axis in axes), []).append(name)
-    return list(found.values())
+def _classes(table: dict[str, list[int]]) -> list[list[str]]:
+    """Silos whose sizes lie within the same octaves on every axis, the octaves as wide as ``PADDING`` allows."""
+    rows = sum(map(sum, table.values()))
+    for width in range(max(map(max, table.values())).bit_length(), 0, -1):
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name, sizes in table.items():
+            found.setdefault(tuple((size.bit_length() - 1) // width for size in sizes), []).append(name)
+        longest = [np.max([table[name] for name in names], axis=0).sum() for names in found.values()]
+        if sum(len(names) * n for names, n in zip(found.values(), longest, strict=True)) <= PADDING * rows:
+            return list(found.values())
+    raise AssertionError("unreachable: one octave is less than a factor of two")
 
 
-def _cuts(order: list[str], sizes: list[int]) -> Iterator[list[list[str]]]:
-    """The cuts of sorted sizes into 1, 2, ... runs with the fewest padded rows; cuts lie where the size changes."""
-    ends = [i + 1 for i in range(len(sizes)) if i + 1 == len(sizes) or sizes[i] != sizes[i + 1]]
-    if len(ends) > 200:  # a fine enough grid of cuts
-        ends = sorted({ends[int(i)] for i in np.linspace(0, len(ends) - 1, 200)})
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
-    for _ in ends:
-        step = dict(best)
-        for end in ends:
-            options = [
-                (cost + (end - start) * sizes[end - 1], [*cuts, end])
-                for start, (cost, cuts) in best.items()
-                if start < end
-            ]
-            cheapest = min(options, key=lambda option: option[0])
-            if end not in step or cheapest[0] < step[end][0]:
-                step[end] = cheapest
-        best = step
-        cuts = best[len(sizes)][1]
-        yield [order[start:end] for start, end in zip([0, *cuts[:-1]], cuts, strict=True)]
+def _cut(order: list[str], sizes: np.ndarray, most: int) -> list[list[str]] | None:
+    """Cut the sorted silos, sizes (silos, axes), into the fewest runs within ``PADDING``; None if it takes ``most``."""
+    total = sizes.sum(axis=1)
+    grid = np.flatnonzero(np.diff(total, prepend=0, append=total[-1] + 1))  # where a run may start or end
+    if len(grid) > 200:
+        grid = np.unique([0, *np.searchsorted(total, np.geomspace(total[0], total[-1], 200)), len(total)])
+    longest = np.maximum.reduceat(sizes, grid[:-1], axis=0)
+    cost = np.full((len(grid), len(grid)), np.inf)  # rows of a run from one point of the grid to another
+    for i in range(len(grid) - 1):
+        rows = np.maximum.accumulate(longest[i:], axis=0).sum(axis=1)
+        cost[i, i + 1 :] = (grid[i + 1 :] - grid[i]) * rows
+    best = cost[0]  # of reaching each point in the runs so far
+    back: list[np.ndarray] = []
+    for _ in range(most - 1):
+        if best[-1] <= PADDING * sizes.sum():
+            ends = [len(grid) - 1]
+            for previous in reversed(back):
+                ends.append(int(previous[ends[-1]]))
+            cuts = grid[[0, *reversed(ends)]]
+            return [order[start:end] for start, end in itertools.pairwise(cuts)]
+        options = best[:, None] + cost
+        back.append(np.argmin(options, axis=0))
+        best = np.min(options, axis=0)
+    return None

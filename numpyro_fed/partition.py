@@ -226,7 +226,12 @@ def _components(model: Model, silos: Silos, reference: str, base: Tracing) -> li
 
 
 def _grows_twice(base: Tracing, doubled: Tracing) -> bool:
-    return any(len(growth(base.sites[n].log_prob, site.log_prob)) > 1 for n, site in doubled.sites.items())
+    """In a site that stands in a plate for each: two crossed plates of the same sizes."""
+    for name, site in doubled.sites.items():
+        dims = set(growth(base.sites[name].log_prob, site.log_prob))
+        if len(dims) > 1 and dims <= {dim for _, dim, _ in site.plates}:
+            return True
+    return False
 
 
 def _smallest_sets(members: list[str], attempt: Any) -> list[list[str]]:
@@ -249,13 +254,11 @@ def _smallest(path: str, left: list[str], members: list[str], attempt: Any) -> l
     """A smallest set of class members that contains ``path`` and traces when doubled together, or None."""
     others = [other for other in members if other != path]
     # most often all grow together; or one or two are of another kind (a vector of features as long as the rows)
-    without = [[m for m in members if m not in out] for k in (1, 2) for out in itertools.combinations(others, k)]
-    current = next((group for group in (left, members, *without) if attempt(group) is not None), None)
+    most = [[m for m in members if m not in out] for k in (1, 2) for out in itertools.combinations(others, k)]
+    few = [[path, *some] for k in (0, 1, 2) for some in itertools.combinations(others[:7], k)]
+    candidates = [left, members, *most[: 4 * len(members)], *few]
+    current = next((group for group in candidates if attempt(group) is not None), None)
     if current is None:
-        for size in range(len(others[:7]) + 1):
-            for chosen in itertools.combinations(others[:7], size):
-                if attempt([path, *chosen]) is not None:
-                    return [path, *chosen]
         return None
     for other in [other for other in current if other != path]:
         fewer = [kept for kept in current if kept != other]
@@ -460,12 +463,6 @@ def _sites(
         for axis in axes:
             grown = doubled[axis.name].sites[name]
             dims = growth(shape.log_prob, grown.log_prob)
-            if len(dims) > 1:
-                raise PartitionError(
-                    f"the log density of site {name!r} has the rows of {axis.arguments[0]!r} on {len(dims)} axes "
-                    f"(shape {shape.log_prob}): observations and distribution would broadcast to n x n. Give "
-                    "both the same shape (x @ beta, not x @ beta[:, None])."
-                )
             shares = [other for other, dim in along if dim in dims]
             if shares:
                 raise PartitionError(
@@ -481,6 +478,7 @@ def _sites(
                     f"distribution), and silos differ in their rows: rows cannot be padded. Put it in "
                     f"numpyro.plate({axis.name!r}, ...) without to_event."
                 )
+        _check_crossed(name, shape, along)
         if shape.kind == "param" and value_along:
             raise PartitionError(
                 f"param {name!r} has a value for each row of a silo: a local parameter cannot be averaged between "
@@ -505,6 +503,17 @@ def _sites(
             raise PartitionError(f"shared= names {name!r}, which lies in the silo's own plate: name the plate instead")
         sites.append(Site(name, role, role in ("global", "param"), tuple(along), tuple(value_along), shape))
     return sites
+
+
+def _check_crossed(name: str, shape: SiteShape, along: list[tuple[str, int]]) -> None:
+    """Rows on two axes are meant when there is a plate for each; else they broadcast, n x n."""
+    free = [axis for axis, dim in along if dim not in {dim for _, dim, _ in shape.plates}]
+    if len(along) > 1 and free:
+        raise PartitionError(
+            f"the log density of site {name!r} has rows on {len(along)} axes "
+            f"({' and '.join(axis for axis, _ in along)}; shape {shape.log_prob}): vectors would broadcast to n x n. "
+            "Give all the same shape (x @ beta, not x @ beta[:, None]); if you mean a table, put it in two plates."
+        )
 
 
 def _unused_axes(
@@ -579,8 +588,15 @@ def _place(sites: list[Site], depends: Dependence) -> list[Site]:
                     f"must not depend on local ones: list {site.name!r} in local=, or sample {site.name!r} before "
                     f"{parents[0]!r}."
                 )
-        elif site.role == "param" and f"param:{site.name}" not in used:
-            site = site._replace(role="constant")
+        elif site.role == "param":
+            own = sorted(source[4:] for source in depends.start[site.name] if source.startswith("arg:"))
+            if own:
+                raise PartitionError(
+                    f"param {site.name!r} starts from the silo's argument {own[0]!r}: it is one value for all silos, "
+                    "and the server has no data. Write a number, or pass one in nf.Silos(..., shared=)."
+                )
+            if f"param:{site.name}" not in used:
+                site = site._replace(role="constant")
         elif site.role in ("observed", "factor"):
             source = depends.value.get(site.name, frozenset())
             elsewhere = not any(s.startswith(("arg:", "site:")) for s in source)

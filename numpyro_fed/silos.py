@@ -93,15 +93,16 @@ def split(
         labels: one label per row; a silo is named by its label.
         groups: ``{index argument: count argument}``. Each named index (``county_idx``) is renumbered from 0 within
             its silo; its count (``num_counties``) becomes the silo's own number of groups, and arrays with one row per
-            group follow. Every group must lie in one silo. The count may be None when the model takes none.
+            group follow (``dict(county_idx="uranium")``: one of these may stand for the count). Every group must lie in
+            one silo. The count may be None when the model takes none.
         shared: arguments that are the same in every silo.
         arguments: arrays with one row per label are cut; ints and scalars that are not counts are shared.
 
     >>> import numpy as np
     >>> y, county = np.ones(3, "f"), np.array([0, 2, 1])
     >>> silos = split(["a", "a", "b"], groups=dict(county="num"), y=y, county=county, num=3)
-    >>> silos["a"]["county"], silos["a"]["num"], silos["b"]["num"]
-    (array([0, 1]), 2, 1)
+    >>> silos["a"]["county"].tolist(), silos["a"]["num"], silos["b"]["num"]
+    ([0, 1], 2, 1)
     """
     members = _rows_by_label(labels)
     names = list(members)
@@ -129,7 +130,7 @@ def split(
             where = [name for name in names if straddling[0] in kept[index][name]]
             raise ValueError(
                 f"group {straddling[0]} of {index!r} has rows in silos {where[0]!r} and {where[1]!r} "
-                f"({len(straddling)} such groups): its latents would be sampled once in each. Split by whole groups, "
+                f"(and {len(straddling) - 1} more): its latents would be sampled once in each. Split by whole groups, "
                 f"or leave {index!r} out of groups= to keep its latents global."
             )
         count = groups[index]
@@ -156,29 +157,44 @@ def split(
         if lengths <= {()}:  # numbers
             common[argument] = value
             continue
-        cuts = {index: kept[index] for index in groups if lengths == {(sizes[index],)}}
-        if lengths == {(num_rows,)}:
-            cuts = {"labels": members} | cuts
-        if not cuts:
-            got = " and ".join(str(length[0]) if length else "no" for length in sorted(lengths))
-            raise ValueError(
-                f"argument {argument!r} has {got} rows where the labels have {num_rows}: give one row per label, or "
-                f"pass it as shared=dict({argument}=...) when it is the same in every silo"
-            )
-        first, cut = next(iter(cuts.items()))
-        for other, rival in cuts.items():
-            if any(not np.array_equal(cut[name], rival[name]) for name in names):
-                raise ValueError(
-                    f"argument {argument!r} has {next(iter(lengths))[0]} rows, as many as {first!r} and as {other!r}: "
-                    f"which does it follow? Give it by rows ({argument}[{other}]), or make the silos yourself with "
-                    "nf.Silos({name: arguments})."
-                )
+        cut = _cut_for(argument, lengths, members, kept, sizes, counts)
         for name in names:
             own[name][argument] = jax.tree.map(lambda leaf, rows=cut[name]: np.asarray(leaf)[rows], value)
 
     silos = Silos(own, shared=common)
     silos.own_counts = frozenset(counts)
     return silos
+
+
+def _cut_for(
+    argument: str,
+    lengths: set[tuple[int, ...]],
+    members: dict[str, np.ndarray],
+    kept: dict[str, dict[str, np.ndarray]],
+    sizes: dict[str, int],
+    counts: dict[str, str],
+) -> dict[str, np.ndarray]:
+    """Which rows of an argument each silo gets: its rows, or its groups' when there is one row per group."""
+    num_rows = sum(len(rows) for rows in members.values())
+    if argument in counts:
+        return kept[counts[argument]]
+    if lengths == {(num_rows,)}:
+        return members
+    level = [index for index in kept if lengths == {(sizes[index],)}]
+    if not level:
+        got = " and ".join(str(length[0]) if length else "no" for length in sorted(lengths))
+        raise ValueError(
+            f"argument {argument!r} has {got} rows where the labels have {num_rows}: give one row per label, or pass "
+            f"it as shared=dict({argument}=...) when it is the same in every silo"
+        )
+    for other in level[1:]:
+        if any(not np.array_equal(kept[level[0]][name], kept[other][name]) for name in members):
+            raise ValueError(
+                f"argument {argument!r} has {sizes[other]} rows, as many as there are groups of {level[0]!r} and of "
+                f"{other!r}: which does it follow? Say it in groups=dict({other}={argument!r}), or give it by rows "
+                f"({argument}[{other}])."
+            )
+    return kept[level[0]]
 
 
 def _rows_by_label(labels: Any) -> dict[str, np.ndarray]:
@@ -217,7 +233,7 @@ def _named(data: Any) -> dict[str, Mapping[str, Any]]:
         arrays = [key for key, value in data.items() if not isinstance(value, Mapping)]
         if arrays:
             raise TypeError(
-                f"expected one dict of model arguments per silo, got {_kind(data[arrays[0]])} keyed "
+                f"expected one dict of model arguments per silo, got {_kind(data[arrays[0]])} for each of "
                 f"{', '.join(map(str, arrays))}; did you mean nf.Silos([data])?"
             )
         pairs = list(data.items())
@@ -245,7 +261,7 @@ def _named(data: Any) -> dict[str, Mapping[str, Any]]:
 
 def _kind(value: Any) -> str:
     kind = type(value).__name__
-    return "arrays" if kind in ("ndarray", "ArrayImpl") else f"a {kind}"
+    return "an array" if kind in ("ndarray", "ArrayImpl") else f"a {kind}"
 
 
 def _checked(silo: str | None, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,7 +288,7 @@ def _listed(value: Any, where: str = "argument") -> Any:
         array = np.asarray(value)
     except ValueError:
         raise ValueError(f"{where} is a list of lists of different lengths: give a rectangular array") from None
-    return array.astype(np.float32) if array.dtype == np.float64 and not jax.config.jax_enable_x64 else array
+    return array.astype(np.float32) if array.dtype == np.float64 and not jax.config.read("jax_enable_x64") else array
 
 
 def _checked_leaf(where: str, path: str, leaf: Any) -> Any:
@@ -297,7 +313,7 @@ def _checked_leaf(where: str, path: str, leaf: Any) -> Any:
         codes = ".cat.codes.to_numpy()" if str(dtype) == "category" else ".to_numpy(dtype='float32')"
         raise TypeError(f"{where} has the pandas type {dtype}: pass {path}{codes}")
     if isinstance(leaf, float):
-        return np.asarray(leaf, dtype=None if jax.config.jax_enable_x64 else np.float32)
+        leaf = np.asarray(leaf, dtype=None if jax.config.read("jax_enable_x64") else np.float32)
     array = np.asarray(leaf)
     if array.dtype.kind not in "bifu":
         kind = {"O": "objects", "U": "strings", "S": "strings", "M": "dates"}.get(array.dtype.kind, str(array.dtype))
@@ -338,7 +354,9 @@ def _check_alike(data: dict[str, dict[str, Any]]) -> None:
         kind = _most_common(kinds)
         for name, got in kinds.items():
             if got != kind:
-                raise TypeError(f"argument {path!r} is {got} in silo {name!r} and {kind} in the others: convert it")
+                raise TypeError(
+                    f"argument {path!r} is {got} in silo {name!r} and {kind} in the others: convert one of them"
+                )
         if isinstance(column[first], bool) and len(set(column.values())) > 1:
             differ = next(name for name, leaf in column.items() if leaf != column[first])
             raise ValueError(
@@ -350,11 +368,11 @@ def _check_alike(data: dict[str, dict[str, Any]]) -> None:
             continue
         trailing = {name: leaf.shape[1:] if leaf.ndim else None for name, leaf in column.items()}
         shape = _most_common(trailing)
-        for name, got in trailing.items():
-            if got != shape:
+        for name in trailing:
+            if trailing[name] != shape:
                 raise ValueError(
-                    f"argument {path!r}: silo {name!r} has {_columns(got)}, the others {_columns(shape)}. Silos may "
-                    "differ in their rows (the first axis) only."
+                    f"argument {path!r}: silo {name!r} has {_columns(trailing[name])}, the others {_columns(shape)}. "
+                    "Silos may differ in their rows (the first axis) only."
                 )
 
 
@@ -382,7 +400,7 @@ def _warn_once_about_numbers(silos: Silos) -> None:
                 doubles.add(path)
             if leaf.size and np.max(np.abs(leaf)) > LARGE:
                 large.add(path)
-    if doubles and not jax.config.jax_enable_x64:
+    if doubles and not jax.config.read("jax_enable_x64"):
         warnings.warn(
             f"{', '.join(sorted(doubles))} are float64 and will be computed in float32: call numpyro.enable_x64() "
             "first, or pass float32",

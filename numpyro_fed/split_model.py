@@ -152,12 +152,17 @@ class SplitModel(NamedTuple):
 
     def _log_probs(self, values: dict[str, Array], theta: dict[str, Array], data: SiloData) -> tuple[dict, dict]:
         model = self._substituted(values, theta)
-        log_probs, trace = compute_log_probs(model, (), self.spec.kwargs(data), {}, sum_log_prob=False)
+        with validation_enabled(False):  # padded and dummy rows need not be valid
+            log_probs, trace = compute_log_probs(model, (), self.spec.kwargs(data), {}, sum_log_prob=False)
         for name in values:  # the Jacobian of a constrained latent belongs to its site
             log_det = log_probs.pop(f"_{name}_log_det", None)
             if log_det is not None:
                 log_probs[name] = log_probs[name] + log_det
         return log_probs, trace
+
+    def _trace(self, values: dict[str, Array], theta: dict[str, Array], data: SiloData) -> dict[str, dict]:
+        with validation_enabled(False):
+            return handlers.trace(self._substituted(values, theta)).get_trace(**self.spec.kwargs(data))
 
     def log_prior(self, z: Array, theta: dict[str, Array]) -> Array:
         """The server's term: log p(z_G | theta), with what observations depend on no silo."""
@@ -202,8 +207,7 @@ class SplitModel(NamedTuple):
 
     def constrain_global(self, z: Array, theta: dict[str, Array]) -> dict[str, Array]:
         """One draw of the global sites and of the deterministic sites that depend on them alone."""
-        model = self._substituted(self.unravel(z), theta)
-        trace = handlers.trace(model).get_trace(**self.spec.kwargs(self.spec.dummy()._replace(shared=self.shared)))
+        trace = self._trace(self.unravel(z), theta, self.spec.dummy()._replace(shared=self.shared))
         shown = [s.name for s in self.partition.sites if s.at_server and s.role in ("global", "deterministic")]
         return {name: trace[name]["value"] for name in shown}
 
@@ -211,8 +215,7 @@ class SplitModel(NamedTuple):
         self, z: Array, z_local: dict[str, Array], theta: dict[str, Array], data: SiloData
     ) -> dict[str, Array]:
         """One draw of the silo's local sites and deterministics, padded."""
-        model = self._substituted(self.unravel(z) | self.unpack(z_local, data.mask), theta)
-        trace = handlers.trace(model).get_trace(**self.spec.kwargs(data))
+        trace = self._trace(self.unravel(z) | self.unpack(z_local, data.mask), theta, data)
         shown = [
             s.name for s in self.partition.sites if s.role == "local" or (s.role == "deterministic" and not s.at_server)
         ]
@@ -233,8 +236,8 @@ class SplitModel(NamedTuple):
     ) -> dict[str, Array]:
         """z_L without its padded rows; leading axes (draws) are allowed.
 
-        With the silo's own data, unpadded, it gives `constrain_local` what NumPyro would see: deterministic sites that mix
-        rows (a mean over them) are then right, too.
+        With the silo's own data, unpadded, it gives `constrain_local` what NumPyro would see: deterministic sites that
+        mix rows (a mean over them) are then right, too.
         """
         return {g.name: z_local[g.name][..., _real_rows(g, lengths, padded), :] for g in self.groups}
 
@@ -267,7 +270,7 @@ def _real_rows(group: Group, lengths: dict[str, int], padded: dict[str, int]) ->
 
 
 def _resized(mask: Array, size: int) -> Array:
-    """The mask of an axis for a site with ``size`` elements along it (a reshape makes several rows one, or one several)."""
+    """The mask of an axis for a site with ``size`` elements along it (a reshape makes several rows one)."""
     length = mask.shape[-1]
     if size == length:
         return mask
@@ -307,12 +310,13 @@ def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array
         for name in params:
             values[name] = trace[name]["value"]
             limits[name] = trace[name]["kwargs"].get("constraint", constraints.real)
-            if not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(values[name])):
-                raise PartitionError(
-                    f"param {name!r} has no finite start without data: it is one value for all silos, so let it not "
-                    "depend on a silo's arguments. Write a number, or pass one in nf.Silos(..., shared=)."
-                )
     theta = {s.name: biject_to(limits[s.name]).inv(values[s.name]) for s in part.sites if s.role == "param"}
+    for name, start in theta.items():
+        if not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(start)):
+            raise PartitionError(
+                f"param {name!r} starts at {values[name]}, at or beyond the edge of its constraint {limits[name]}: "
+                "start it inside."
+            )
     constants = {s.name: values[s.name] for s in part.sites if s.role == "constant"}
     return SplitModel(
         model,
@@ -488,8 +492,7 @@ def check_support(split: SplitModel, silos: Silos) -> None:
 
 def _trace_at_zero(split: SplitModel, data: SiloData) -> dict[str, dict]:
     values = split.unravel(jnp.zeros(split.dim)) | split.unpack(split.zeros_local(data.mask), data.mask)
-    with validation_enabled(False):
-        return handlers.trace(split._substituted(values, split.theta)).get_trace(**split.spec.kwargs(data))
+    return split._trace(values, split.theta, data)
 
 
 def _in_support(fn: Any, value: Array) -> Array:

@@ -5,6 +5,7 @@ costs milliseconds and sees no data.
 """
 
 import inspect
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,11 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 from numpyro import handlers
 from numpyro.distributions import Distribution, Unit, biject_to
 from numpyro.infer import init_to_uniform
 from numpyro.infer.util import helpful_support_errors
-from numpyro.ops.provenance import eval_provenance
 
 from numpyro_fed.silos import leaves
 
@@ -29,7 +30,7 @@ class PartitionError(ValueError):
 
 
 class SiteShape(NamedTuple):
-    """A site of the model as traced on shapes. Plates are (name, dim, size), dim counted from the right of ``log_prob``."""
+    """A site of the model as traced on shapes. Plates are (name, dim, size), dim counted from the right."""
 
     kind: str  # latent, observed, factor, deterministic, param, mutable
     value: Shape
@@ -147,11 +148,11 @@ def _check_observed_shape(name: str, value: Shape, expected: Shape) -> None:
             f"{got}: they would broadcast to {' x '.join(map(str, together))}. Give the observations the shape "
             f"{expected}."
         )
-    repeated = [(a, b) for a, b in zip(value[::-1], expected[::-1], strict=False) if a == 1 != b]
-    if repeated:
+    times = math.prod(expected) // max(1, math.prod(value))
+    if value and times > 1:  # a single number (a soft constraint, obs=0.0) is meant for all
         raise PartitionError(
-            f"{got}: one observation would be counted {repeated[0][1]} times. Give the observations the shape "
-            f"{expected} (jnp.broadcast_to, if you mean it)."
+            f"{got}: each observation would be counted {times} times. Give both the same shape (x @ beta, not "
+            "x @ beta[:, None]), or jnp.broadcast_to(...) if you mean it."
         )
 
 
@@ -219,7 +220,8 @@ def trace_silo(model: Model, silo: str, kwargs: Mapping[str, Any]) -> Tracing:
     except AssertionError as error:
         if "unique names" in str(error):
             raise PartitionError(f"{called}: {_first_line(error)}. Give every sample site its own name.") from None
-        raise PartitionError(f"{called}: {_first_line(error) or 'two plates use the same dim'}") from error
+        clash = "two plates use the same dim. Give each its own (dim=-1, dim=-2)."
+        raise PartitionError(f"{called}: {_first_line(error) or clash}") from error
     except Exception as error:
         raise PartitionError(f"{called}: {_first_line(error)}") from error
 
@@ -241,11 +243,12 @@ def check_signature(model: Model, kwargs: Mapping[str, Any]) -> None:
 
 
 class Dependence(NamedTuple):
-    """What log densities, values and supports depend on: ``arg:path``, ``shared:path``, ``site:name``, ``param:name``."""
+    """What densities, values and supports depend on: ``arg:path``, ``shared:path``, ``site:name``, ``param:name``."""
 
     log_prob: dict[str, frozenset[str]]
     value: dict[str, frozenset[str]]
     support: dict[str, frozenset[str]]
+    start: dict[str, frozenset[str]]  # of params
 
 
 def dependence(model: Model, kwargs: Mapping[str, Any], own: set[str], sites: dict[str, SiteShape]) -> Dependence:
@@ -283,10 +286,64 @@ def dependence(model: Model, kwargs: Mapping[str, Any], own: set[str], sites: di
 
     inputs = {f"arg:{path}" if path in own else f"shared:{path}": a for path, a in zip(paths, arrays, strict=True)}
     inputs |= {f"{'site' if name in latents else 'param'}:{name}": start for name, start in starts.items()}
-    log_prob, value, support = eval_provenance(run, **inputs)
-    is_set = lambda node: isinstance(node, frozenset)
-    union = lambda tree: frozenset().union(*jax.tree.leaves(tree, is_leaf=is_set))
-    return Dependence(*({name: union(found) for name, found in part.items()} for part in (log_prob, value, support)))
+    log_prob, value, support = provenance(run, inputs)
+    params = {name for name, site in sites.items() if site.kind == "param"}
+    start = {}
+    if params:
+        given = {name: found for name, found in inputs.items() if name.startswith(("arg:", "shared:"))}
+        start = provenance(lambda **args: _starts(model, merge([args[name] for name in given]), params), given)
+    union = lambda tree: frozenset().union(*jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, frozenset)))
+    return Dependence(
+        *({name: union(found) for name, found in part.items()} for part in (log_prob, value, support, start))
+    )
+
+
+def _starts(model: Model, kwargs: dict[str, Any], params: set[str]) -> dict[str, Any]:
+    return {name: site["value"] for name, site in traced(model, kwargs).items() if name in params}
+
+
+def provenance(function: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+    """For every output of ``function(**inputs)``, the names of the inputs it depends on; found from shapes alone.
+
+    As `numpyro.ops.provenance.eval_provenance`, and exact inside a scan, too: a state that is carried through time does
+    not depend on the observations that are scanned beside it.
+
+    >>> found = provenance(lambda a, b, c: {"sum": a + b, "size": c.shape[0]}, {"a": 1.0, "b": 2.0, "c": np.ones(3)})
+    >>> sorted(found["sum"]), sorted(found["size"])
+    (['a', 'b'], [])
+    """
+    jaxpr, shapes = jax.make_jaxpr(lambda inputs: function(**inputs), return_shape=True)(inputs)
+    names = [path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(inputs)[0]]
+    return jax.tree.unflatten(jax.tree.structure(shapes), _flow(jaxpr.jaxpr, [frozenset({name}) for name in names]))
+
+
+def _flow(jaxpr: Any, inputs: list[frozenset[str]]) -> list[frozenset[str]]:
+    """Sources of a jaxpr's outputs, given those of its inputs."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    read = lambda var: frozenset() if isinstance(var, Literal) else known.get(var, frozenset())
+    for equation in jaxpr.eqns:
+        found = [read(var) for var in equation.invars]
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        inner = getattr(inner, "jaxpr", inner)
+        if equation.primitive.name == "scan":
+            out = _flow_scan(inner, found, equation.params["num_consts"], equation.params["num_carry"])
+        elif inner is not None and (len(inner.invars), len(inner.outvars)) == (len(found), len(equation.outvars)):
+            out = _flow(inner, found)
+        else:
+            out = [frozenset().union(*found)] * len(equation.outvars)
+        known |= dict(zip(equation.outvars, out, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _flow_scan(body: Any, inputs: list[frozenset[str]], num_consts: int, num_carry: int) -> list[frozenset[str]]:
+    consts, rest = inputs[:num_consts], inputs[num_consts:]
+    carry, scanned = rest[:num_carry], rest[num_carry:]
+    while True:  # until what is carried gathers no new source
+        out = _flow(body, consts + carry + scanned)
+        grown = [a | b for a, b in zip(carry, out[:num_carry], strict=True)]
+        if grown == carry:
+            return out
+        carry = grown
 
 
 def growth(before: Shape | None, after: Shape | None) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def joined(silos: Silos) -> dict[str, Any]:
 
 
 def joined_with_offsets(**counts: str) -> Callable[[Silos], dict[str, Any]]:
-    """As `joined`, indices renumbered by the counts of the silos before: ``joined_with_offsets(county="num_counties")``."""
+    """As `joined`, indices renumbered: ``joined_with_offsets(county="num_counties")``."""
 
     def pooled(silos: Silos) -> dict[str, Any]:
         out = joined(silos)
@@ -406,8 +406,8 @@ def reparametrised(x, y):
 
 
 def transformed(y):
-    affine = transforms.AffineTransform(1.0, 2.0)
-    mu = numpyro.sample("mu", dist.TransformedDistribution(dist.Normal(0, 1), [affine, transforms.ExpTransform()]))
+    affine = transforms.AffineTransform(1.0, 2.0, domain=constraints.unit_interval)
+    mu = numpyro.sample("mu", dist.TransformedDistribution(dist.Normal(0, 1), transforms.ExpTransform()))
     with numpyro.plate("rows", y.shape[0]):
         b = numpyro.sample("b", dist.TransformedDistribution(dist.Beta(2.0, mu), affine))
         numpyro.sample("y", dist.Normal(b, 1), obs=y)
@@ -424,6 +424,19 @@ def states_in_time(y):
         return state, None
 
     scan(step, jnp.zeros(n), y.T)
+
+
+def trend_in_time(y):
+    """A state of the world, the same for all silos, seen by each in its own rows."""
+    n = y.shape[0]
+
+    def step(level, y_now):
+        level = numpyro.sample("level", dist.LogNormal(level, 1.0))
+        with numpyro.plate("rows", n):
+            numpyro.sample("y", dist.Normal(level, 1.0), obs=y_now)
+        return level, None
+
+    scan(step, jnp.zeros(()), y.T)
 
 
 def gaussian_mixture(y):
@@ -459,6 +472,14 @@ def exposure_silos() -> Silos:
     return Silos(
         [dict(y=binary(j, n) + j, offset=real(j + 0.5)) for j, n in enumerate((3, 2, 4))], shared=dict(prior_scale=2.0)
     )
+
+
+def eight_schools(effect, error):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5.0))
+    with numpyro.plate("schools", effect.shape[0]):
+        theta = numpyro.sample("theta", dist.Normal(mu, tau))
+        numpyro.sample("effect", dist.Normal(theta, error), obs=effect)
 
 
 def residuals(x, y):
@@ -647,6 +668,14 @@ MODELS: dict[str, Case] = {
         ("zero", "y"),
         server_terms=("zero",),
     ),
+    "known errors": Case(
+        eight_schools,
+        lambda: Silos([dict(effect=normal(j, n), error=np.exp(normal(j, n))) for j, n in enumerate((3, 5))]),
+        ("mu", "tau"),
+        ("theta",),
+        ("effect",),
+        silo_plates=("schools",),
+    ),
     "residuals": Case(residuals, regression(2, 4), ("beta",), (), ("residual",), silo_plates=("rows",)),
     "reparametrised": Case(
         reparametrised, regression(2, 4), ("tau", "beta_decentered"), ("b_decentered",), silo_plates=("rows",)
@@ -659,6 +688,12 @@ MODELS: dict[str, Case] = {
         ("state",),
         silo_plates=("patients",),
         join=lambda site, values: jnp.concatenate(values, axis=1),
+    ),
+    "scan of a global state": Case(
+        trend_in_time,
+        lambda: Silos([dict(y=normal(j, n, 3)) for j, n in enumerate((2, 4))]),
+        ("level",),
+        silo_plates=("rows",),
     ),
     "mixture": Case(gaussian_mixture, rows(3, 2), ("weights", "means"), silo_plates=("rows",)),
     "correlated": Case(

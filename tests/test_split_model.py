@@ -1,0 +1,385 @@
+"""The split is exact: log_prior + sum_j log_silo_j is NumPyro's own log density of the pooled model."""
+
+import time
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from models import MODELS, Case, normal, real
+from numpyro import handlers
+from numpyro.infer.util import constrain_fn, potential_energy
+
+from numpyro_fed import padding
+from numpyro_fed import split_model as split_module
+from numpyro_fed.padding import SiloData, bucket_names, silo_data, stack
+from numpyro_fed.partition import Axis, PartitionError
+from numpyro_fed.silos import Silos
+from numpyro_fed.split_model import SplitModel, certify, split_model
+
+# Programs that run once: compiled without optimisation, in a third of the time.
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+class Point(NamedTuple):
+    """z_G, theta, and each silo's z_L by name, for its padded rows too."""
+
+    z: Any
+    theta: dict[str, Any]
+    local: dict[str, dict[str, Any]]
+
+
+def run(function: Any, *args: Any) -> Any:
+    return jax.jit(function).lower(*args).compile(compiler_options=QUICK)(*args)
+
+
+def padded_data(silos: Silos, split: SplitModel) -> dict[str, SiloData]:
+    """Each silo's data as its bucket pads them."""
+    found = {}
+    for bucket in stack(silos, split.spec, split.partition.axes):
+        for i, name in enumerate(bucket.names):
+            args, mask = jax.tree.map(lambda leaf, i=i: leaf[i], (bucket.args, bucket.mask))
+            found[name] = SiloData(args, mask, split.shared)
+    return found
+
+
+def random_point(split: SplitModel, data: dict[str, SiloData], seed: int = 0) -> Point:
+    draws = np.random.default_rng(seed)
+    noise = lambda shape: real(0.5 * draws.normal(size=shape))
+    return Point(
+        noise(split.dim),
+        {name: start + noise(jnp.shape(start)) for name, start in split.theta.items()},
+        {
+            name: {group.name: noise((group.num_rows(one.mask), group.size)) for group in split.groups}
+            for name, one in data.items()
+        },
+    )
+
+
+def real_rows(split: SplitModel, local: dict[str, Any], mask: dict[str, Any]) -> dict[str, Any]:
+    """z_L without its padded rows."""
+    return {group.name: local[group.name][np.asarray(split.row_mask(group, mask))] for group in split.groups}
+
+
+def terms(split: SplitModel, silos: Silos, point: Point) -> tuple[Any, dict[str, Any]]:
+    """log_prior, and log_silo by name, computed as an engine does: bucket by bucket, vmapped."""
+    found: dict[str, Any] = {}
+    for bucket in stack(silos, split.spec, split.partition.axes):
+        local = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(point.local[name] for name in bucket.names))
+        log_silo = lambda z_local, args, mask: split.log_silo(
+            point.z, z_local, point.theta, SiloData(args, mask, split.shared)
+        )
+        values = jax.vmap(log_silo)(local, bucket.args, bucket.mask)
+        found |= dict(zip(bucket.names, values, strict=True))
+    return split.log_prior(point.z, point.theta), found
+
+
+def pooled_log_density(case: Case, split: SplitModel, silos: Silos, point: Point, cut: dict[str, Any]) -> Any:
+    """What NumPyro says of all the data together; ``cut`` has the silos' z_L without padded rows."""
+    plain = {name: silo_data(silos, name, split.spec, split.partition.axes).mask for name in silos.names}
+    by_silo = [split.unpack(cut[name], plain[name]) for name in silos.names]
+    values = split.unravel(point.z) | split.constrain_theta(point.theta) | split.constants
+    for site in split.partition.local_sites:
+        together = case.join(site, [values_j[site] for values_j in by_silo])
+        values |= together if isinstance(together, dict) else {site: together}
+    model = handlers.seed(case.pooled_model or case.model, jax.random.PRNGKey(0))
+    return -potential_energy(model, (), case.pooled(silos), values)
+
+
+def case_at_random(name: str) -> tuple[Case, Silos, SplitModel, dict[str, SiloData], Point]:
+    return _case_at_random(name, jax.config.read("jax_enable_x64"))
+
+
+@cache
+def _case_at_random(name: str, x64: bool) -> tuple[Case, Silos, SplitModel, dict[str, SiloData], Point]:
+    case = MODELS[name]
+    silos = case.silos()
+    split = split_model(case.model, silos, **case.options, check=False)
+    data = padded_data(silos, split)
+    return case, silos, split, data, random_point(split, data)
+
+
+# --- exactness ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sum_of_terms_is_the_pooled_log_density(name: str) -> None:
+    """In float32; and gradients are finite, those of padded rows zero."""
+    case, silos, split, data, point = case_at_random(name)
+    cut = {silo: real_rows(split, point.local[silo], data[silo].mask) for silo in silos.names}
+
+    def both(point: Point, cut: dict[str, Any]) -> Any:
+        ours, gradient = jax.value_and_grad(lambda point: total(*terms(split, silos, point)))(point)
+        return ours, pooled_log_density(case, split, silos, point, cut), gradient
+
+    ours, theirs, gradient = run(both, point, cut)
+    assert np.isfinite(theirs)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    for leaf in jax.tree.leaves(gradient):
+        assert np.all(np.isfinite(leaf))
+    for silo, one in data.items():
+        for group in split.groups:
+            padded_rows = ~np.asarray(split.row_mask(group, one.mask))
+            assert not np.any(np.asarray(gradient.local[silo][group.name])[padded_rows])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sum_of_terms_is_the_pooled_log_density_to_ten_digits(name: str, x64: None) -> None:
+    case, silos, split, data, point = case_at_random(name)
+    cut = {silo: real_rows(split, point.local[silo], data[silo].mask) for silo in silos.names}
+
+    def both(point: Point, cut: dict[str, Any]) -> Any:
+        return total(*terms(split, silos, point)), pooled_log_density(case, split, silos, point, cut)
+
+    ours, theirs = run(both, point, cut)
+    assert ours.dtype == np.float64
+    assert np.isfinite(theirs)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-10)
+
+
+def total(prior: Any, silo: dict[str, Any]) -> Any:
+    return prior + sum(silo.values())
+
+
+SOME = ["glmm", "long format", "nested plates", "crossed own plates", "obs_mask", "reshape", "weights"]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_padding_buckets_and_order_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silo's term is its own, however its bucket is padded and wherever it stands."""
+    _, silos, split, data, point = case_at_random(name)
+    assert any(not np.all(mask) for one in data.values() for mask in one.mask.values()), "nothing is padded here"
+    together = run(lambda point: terms(split, silos, point), point)
+
+    monkeypatch.setattr(padding, "bucket_names", lambda names, axes: [[name] for name in names])
+    backwards = Silos({silo: silos.own(silo) for silo in reversed(silos.names)}, shared=silos.shared)
+    cut = {silo: real_rows(split, point.local[silo], data[silo].mask) for silo in silos.names}
+    apart = run(lambda point: terms(split, backwards, point), point._replace(local=cut))
+
+    np.testing.assert_allclose(together[0], apart[0], rtol=1e-6)
+    for silo in silos.names:
+        np.testing.assert_allclose(together[1][silo], apart[1][silo], rtol=1e-5)
+
+
+def test_active_elements_are_those_that_the_density_depends_on() -> None:
+    for name in ("mask", "obs_mask"):
+        _, _, split, data, point = case_at_random(name)
+        gradient, active = run(partial(gradient_and_active, split), point, data["s0"])
+        for group in split.groups:
+            assert np.array_equal(np.asarray(gradient[group.name]) != 0, np.asarray(active[group.name]))
+
+
+def gradient_and_active(split: SplitModel, point: Point, data: SiloData) -> tuple[Any, Any]:
+    local = point.local["s0"]
+    gradient = jax.grad(split.log_silo, argnums=1)(point.z, local, point.theta, data)
+    return gradient, split.evaluate(point.z, local, point.theta, data).active
+
+
+def test_a_masked_local_site_of_events_is_inactive_as_a_whole() -> None:
+    def model(y, present):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", y.shape[0]):
+            with handlers.mask(mask=present):
+                numpyro.sample("whole", dist.Dirichlet(jnp.ones(3)))
+            numpyro.sample("parts", dist.Normal(jnp.zeros((y.shape[0], 2)), 1).mask(present[:, None]).to_event(1))
+            with handlers.mask(mask=False):
+                numpyro.sample("never", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    silos = Silos(
+        [dict(y=normal(0, 3), present=np.array([True, False, True])), dict(y=normal(0, 1), present=np.ones(1, bool))]
+    )
+    split = split_model(model, silos, check=False)
+    data = padded_data(silos, split)["0"]
+    active = run(lambda data: split.evaluate(jnp.zeros(1), split.zeros_local(data.mask), {}, data).active, data)
+    expected = np.array([[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 0]], bool)
+    assert np.array_equal(np.asarray(active["rows"]), expected)
+
+
+# --- layout ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pack_and_unpack_are_inverse(name: str) -> None:
+    _, silos, split, data, point = case_at_random(name)
+    np.testing.assert_array_equal(split.ravel(split.unravel(point.z)), point.z)
+    assert len(split.coordinate_names()) == split.dim
+    for silo in silos.names:
+        values = split.unpack(point.local[silo], data[silo].mask)
+        assert set(values) == set(split.partition.local_sites)
+        again = split.pack(values, data[silo].mask)
+        for group in split.groups:
+            np.testing.assert_array_equal(again[group.name], point.local[silo][group.name])
+
+
+CONSTRAINED = ["supports", "uniform bounds", "constrained locals", "deterministics", "reparametrised", "reshape"]
+
+
+@pytest.mark.parametrize("name", [*CONSTRAINED, "crossed own plates", "scan", "theta", "silo level"])
+def test_constrained_values_are_numpyros(name: str) -> None:
+    case, silos, split, data, point = case_at_random(name)
+    axes = split.partition.axes
+    silo = min(silos.names, key=lambda name: sum(axis.lengths[name] for axis in axes))
+    lengths = {axis.name: axis.lengths[silo] for axis in axes}
+    padded = {axis: mask.shape[0] for axis, mask in data[silo].mask.items()}
+    plain = silo_data(silos, silo, split.spec, axes)
+
+    def both(point: Point) -> tuple[dict[str, Any], dict[str, Any]]:
+        cut = split.unpadded_local(point.local[silo], lengths, padded)
+        params = split.constrain_theta(point.theta) | split.constants
+        model = handlers.seed(handlers.substitute(case.model, data=params), jax.random.PRNGKey(0))
+        values = split.unravel(point.z) | split.unpack(cut, plain.mask)
+        theirs = constrain_fn(model, (), silos[silo], values, return_deterministic=True)
+        local = split.constrain_local(point.z, point.local[silo], point.theta, data[silo])
+        ours = split.constrain_global(point.z, point.theta) | split.unpadded(local, lengths, padded)
+        return ours, theirs
+
+    ours, theirs = run(both, point)
+    assert set(ours) == set(theirs)
+    for site, value in theirs.items():
+        np.testing.assert_allclose(ours[site], value, rtol=1e-6, atol=1e-6, err_msg=site)
+
+
+def test_the_server_needs_no_valid_data() -> None:
+    """Its terms are traced on zeros, here as the standard errors of observations, and NumPyro validates scales."""
+    _, _, split, _, point = case_at_random("known errors")
+    with numpyro.validation_enabled():
+        assert np.isfinite(split.log_prior(point.z, point.theta))
+        assert set(split.constrain_global(point.z, point.theta)) == {"mu", "tau"}
+
+
+def test_deterministics_that_mix_rows_are_right_without_padded_rows() -> None:
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(mu, 1))
+            numpyro.sample("y", dist.Normal(b, 1), obs=y)
+        numpyro.deterministic("average", b.mean())
+
+    silos = Silos({"small": dict(y=normal(0, 2)), "large": dict(y=normal(1, 3))})
+    split = split_model(model, silos, check=False)
+    data = padded_data(silos, split)["small"]
+    z_local = {"rows": real([[[1.0], [2.0], [50.0]], [[3.0], [4.0], [50.0]]])}  # two draws; the third row is padded
+    cut = split.unpadded_local(z_local, {"rows": 2}, {"rows": data.mask["rows"].shape[0]})
+    plain = silo_data(silos, "small", split.spec, split.partition.axes)
+    for draw, expected in enumerate([1.5, 3.5]):
+        one = {group: rows[draw] for group, rows in cut.items()}
+        assert split.constrain_local(jnp.zeros(1), one, {}, plain)["average"] == expected
+
+
+# --- the certificate ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["long format", "theta", "factors", "obs_mask", "silo level", "exposure"])
+def test_certificate_is_given(name: str) -> None:
+    case = MODELS[name]
+    silos = case.silos()
+    certify(split_model(case.model, silos, **case.options, check=False), silos)
+
+
+def mean_of_rows(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y - y.mean())
+
+
+def neighbours(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(mu, 1))
+        numpyro.sample("y", dist.Normal(b + jnp.roll(b, 1), 1), obs=y)
+
+
+def number_of_rows(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    numpyro.factor("y", dist.Normal(mu, 1).log_prob(y) / y.shape[0])
+
+
+def sum_of_locals(y):
+    with numpyro.plate("rows", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(b, 1), obs=y)
+    numpyro.factor("zero", -(b.sum() ** 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "site"), [(mean_of_rows, "y"), (neighbours, "y"), (number_of_rows, "y"), (sum_of_locals, "zero")]
+)
+def test_certificate_is_refused_to_a_model_that_mixes_rows(model: Any, site: str) -> None:
+    silos = Silos({"leeds": dict(y=normal(0, 5)), "york": dict(y=normal(1, 3))})
+    with pytest.raises(PartitionError, match=f"silo 'york'.*site '{site}' mixes rows.*beforehand"):
+        split_model(model, silos)
+
+
+def test_rows_may_mix_where_no_row_is_padded() -> None:
+    split_model(mean_of_rows, Silos([dict(y=normal(0, 4)), dict(y=normal(1, 4))]))
+
+
+def test_a_density_that_is_not_finite_is_named() -> None:
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, jnp.exp(y)), obs=y)
+
+    silos = Silos({"leeds": dict(y=normal(0, 3)), "york": dict(y=real([1.0, -500.0]))})
+    with pytest.raises(PartitionError, match=r"silo 'york'.*log density is (nan|-inf).*sites: y.*scale"):
+        split_model(model, silos)
+
+
+def test_only_four_silos_are_certified(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    original = split_module.silo_data
+
+    def looked_at(silos: Silos, name: str, *rest: Any) -> SiloData:
+        seen.add(name)
+        return original(silos, name, *rest)
+
+    monkeypatch.setattr(split_module, "silo_data", looked_at)
+    silos = Silos({f"s{n}": dict(y=normal(n, n)) for n in range(1, 8)})
+    certify(split_model(neighbourless, silos, check=False), silos)
+    assert len(seen) == 4
+    assert {"s1", "s7"} <= seen
+
+
+def neighbourless(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+# --- buckets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_padding_at_most_doubles_the_rows(seed: int) -> None:
+    """However ragged, and however unlike the axes are."""
+    draws = np.random.default_rng(seed)
+    names = tuple(f"s{j}" for j in range(60))
+    axes = tuple(
+        Axis(
+            f"axis{i}", (), (), {name: int(n) for name, n in zip(names, draws.lognormal(3, 1 + i, 60) + 1, strict=True)}
+        )
+        for i in range(1 + seed % 3)
+    )
+    buckets = bucket_names(names, axes)
+    assert sorted(name for bucket in buckets for name in bucket) == sorted(names)
+    longest = lambda bucket: sum(max(axis.lengths[name] for name in bucket) for axis in axes)
+    assert sum(len(bucket) * longest(bucket) for bucket in buckets) <= 2 * sum(sum(a.lengths.values()) for a in axes)
+    assert len(buckets) <= 6
+
+
+def test_buckets_of_many_silos_are_found_quickly() -> None:
+    draws = np.random.default_rng(0)
+    names = tuple(map(str, range(5000)))
+    axes = tuple(
+        Axis(axis, (), (), {name: int(n) for name, n in zip(names, draws.lognormal(3, 2, 5000) + 1, strict=True)})
+        for axis in ("rows", "groups")
+    )
+    start = time.perf_counter()
+    assert len(bucket_names(names, axes[:1])) <= 8
+    assert len(bucket_names(names, axes)) <= 64  # two axes that have nothing to do with one another
+    assert time.perf_counter() - start < 5
