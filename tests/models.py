@@ -243,6 +243,32 @@ def crossed_own_pooled(schools):
             crossed_own(**data)
 
 
+def pairs(x, sender, receiver, y):
+    """A silo's people twice: as senders and as receivers."""
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    with numpyro.plate("senders", x.shape[0], dim=-2), numpyro.plate("receivers", x.shape[0], dim=-1):
+        tie = numpyro.sample("tie", dist.Normal(x, tau))
+    with numpyro.plate("letters", y.shape[0]):
+        numpyro.sample("y", dist.Normal(tie[sender, receiver], 1), obs=y)
+
+
+def pairs_silos() -> Silos:
+    people = lambda j, n, m: np.random.default_rng(j).integers(0, n, m)
+    return Silos(
+        {
+            f"s{j}": dict(x=normal(j, n), sender=people(j, n, m), receiver=people(j + 9, n, m), y=normal(j + 20, m))
+            for j, (n, m) in enumerate([(2, 5), (3, 4)])
+        }
+    )
+
+
+def pairs_pooled(silos):
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    for name, data in silos.items():
+        with handlers.scope(prefix=name), handlers.block(hide=["tau"]), handlers.condition(data={"tau": tau}):
+            pairs(**data)
+
+
 def visits(y):
     mu = numpyro.sample("mu", dist.Normal(0, 1))
     with numpyro.plate("visits", 4, dim=-1):
@@ -603,6 +629,16 @@ MODELS: dict[str, Case] = {
         pooled=lambda silos: dict(schools={name: silos[name] for name in silos.names}),
         pooled_model=crossed_own_pooled,
         join=lambda site, values: {f"school{j}/{site}": value for j, value in enumerate(values)},
+    ),
+    "pairs": Case(
+        pairs,
+        pairs_silos,
+        ("tau",),
+        ("tie",),
+        silo_plates=("senders", "receivers", "letters"),
+        pooled=lambda silos: dict(silos={name: silos[name] for name in silos.names}),
+        pooled_model=pairs_pooled,
+        join=lambda site, values: {f"s{j}/{site}": value for j, value in enumerate(values)},
     ),
     "visits": Case(
         visits,
