@@ -5,8 +5,8 @@ year t depends on the mother's smoking, the child's age and the child's own disp
 children lie in two silos that may not show each other their rows. What is shared are the coefficients beta and omega,
 the log precision (halved) of the random intercepts; each b_i stays in its silo.
 
-The example prints where every site lives, fits the model with SFVI, runs NUTS on the pooled data for comparison (which a
-user with real silos could not), and draws the marginals of both over one another.
+The example prints where every site lives, fits the model with SFVI, runs NUTS on the pooled data for comparison (which
+a user with real silos could not), and draws the marginals of both over one another.
 
 Run it with ``make demo``, or ``python examples/six_cities.py --help``.
 """

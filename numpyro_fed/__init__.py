@@ -1,10 +1,29 @@
 """Federated Bayesian inference on NumPyro."""
 
 from numpyro_fed import datasets, engines, guides, schedules
+from numpyro_fed.compare import Comparison, compare
+from numpyro_fed.fit import Fit
 from numpyro_fed.methods import SFVI
 from numpyro_fed.partition import Partition, partition
+from numpyro_fed.reference import Reference, nuts
 from numpyro_fed.silos import Silos, split
 from numpyro_fed.tracing import PartitionError
 
-__all__ = ["SFVI", "Partition", "PartitionError", "Silos", "datasets", "engines", "guides", "partition", "schedules", "split"]
+__all__ = [
+    "SFVI",
+    "Comparison",
+    "Fit",
+    "Partition",
+    "PartitionError",
+    "Reference",
+    "Silos",
+    "compare",
+    "datasets",
+    "engines",
+    "guides",
+    "nuts",
+    "partition",
+    "schedules",
+    "split",
+]
 __version__ = "0.1.0"

@@ -46,7 +46,7 @@ Key = Any
 
 
 class Broadcast(NamedTuple):
-    """What the server sends: ``common`` to everyone, and to silo j its own slice of ``each`` (stacked over all silos)."""
+    """What the server sends: ``common`` to everyone, to silo j its own slice of ``each`` (stacked over all silos)."""
 
     common: PyTree
     each: PyTree = ()

@@ -58,7 +58,9 @@ def silo_bound(
 ) -> BoundGradients:
     """One draw of the bound of a silo at z_G = z, with its gradients."""
     if not split.groups:
-        value, (g_z, g_theta) = jax.value_and_grad(lambda z, theta: split.log_silo(z, {}, theta, data), argnums=(0, 1))(z, theta)
+        value, (g_z, g_theta) = jax.value_and_grad(lambda z, theta: split.log_silo(z, {}, theta, data), argnums=(0, 1))(
+            z, theta
+        )
         return BoundGradients(value, params, g_z, jnp.zeros_like(mean), g_theta)
     # the barrier keeps the compiler from drawing the same numbers again in every place that uses them
     eps = jax.lax.optimization_barrier(guide.draw_local(key, split, data.mask, weighting.num))
@@ -82,7 +84,9 @@ def silo_bound(
     g_local, g_z, g_theta = back(weight)
     g_params, g_path, g_mean = pull(g_local)
     if weighting.num > 1:
-        twice = {g: _row_weights(split, weighting, weight, g, data, components)[..., None] * v for g, v in g_local.items()}
+        twice = {
+            g: _row_weights(split, weighting, weight, g, data, components)[..., None] * v for g, v in g_local.items()
+        }
         g_params, _, g_mean = pull(twice)
     return BoundGradients(value, g_params, g_z + g_path, g_mean, g_theta)
 

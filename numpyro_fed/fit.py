@@ -1,14 +1,18 @@
 """What comes back from a run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pandas as pd
+from numpyro.ops.provenance import eval_provenance
 
+from numpyro_fed import arguments, export, forward, predict, summary
 from numpyro_fed.engines.base import Stack
 from numpyro_fed.keys import check_key
 from numpyro_fed.padding import SiloData, silo_data
@@ -19,7 +23,7 @@ Array = Any
 
 
 class State(NamedTuple):
-    """Everything a run can go on from. The silos' part is private to them; it is in here because they are simulated here."""
+    """Everything a run can go on from. The silos' part is private to them: it is in here as they are simulated here."""
 
     method: str
     names: tuple[str, ...]
@@ -32,7 +36,8 @@ class State(NamedTuple):
         """One silo's state, and its bucket."""
         for b, bucket in enumerate(self.buckets):
             if name in bucket:
-                return jax.tree.map(lambda leaf: leaf[bucket.index(name)], self.silos[b]), b
+                position = bucket.index(name)
+                return jax.tree.map(lambda leaf, position=position: leaf[position], self.silos[b]), b
         raise KeyError(f"no silo is named {name!r}; the silos are {', '.join(map(repr, self.names))}")
 
     def arranged(self, stack: Stack) -> tuple:
@@ -44,9 +49,13 @@ class State(NamedTuple):
         return tuple(out)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class Fit:
-    """A fitted model: draws, summaries, predictions. See the methods."""
+    """A fitted model: draws, predictions, summaries.
+
+    Draws of one key belong together: :meth:`sample`, :meth:`sample_local`, :meth:`predict` and :meth:`to_arviz` with
+    the same key and number of samples all start from the same draws of the globals.
+    """
 
     method: Any
     split: SplitModel
@@ -54,7 +63,8 @@ class Fit:
     history: dict[str, np.ndarray]  # one row a round, those of the start included
     seconds: float  # wall time of the run, compilation included
     padded: tuple[dict[str, int], ...]  # each bucket's padded axis lengths
-    silos: Silos | None = None  # None after nf.load
+    silos: Silos | None = None  # None after nf.load without silos
+    shapes: Silos | None = None  # after nf.load: zeros in the shapes of the silos' arguments
 
     @property
     def num_rounds(self) -> int:
@@ -66,12 +76,11 @@ class Fit:
         """theta: the model's numpyro.param values, constrained."""
         return jax.tree.map(np.asarray, self.split.constrain_theta(self.method.theta(self.state.server)))
 
-    # --- draws ------------------------------------------------------------------------------------------------------------
+    # --- draws --------------------------------------------------------------------------------------------------------
 
     def sample(self, rng_key: Any, num_samples: int = 1000) -> dict[str, Array]:
         """Draws of the global sites, and of deterministic sites that depend on them alone, constrained."""
-        keys = jax.random.split(check_key(rng_key), _count(num_samples))
-        return self._global_draws(keys, self.state.server)
+        return self._global_draws(_keys(rng_key, num_samples), self.state.server)
 
     @cached_property
     def _global_draws(self) -> Any:
@@ -80,101 +89,189 @@ class Fit:
         def one(key: Array, server: Any) -> dict[str, Array]:
             return split.constrain_global(method.sample_global(split, server, key), method.theta(server))
 
-        return jax.jit(jax.vmap(one, in_axes=(0, None)))
+        return jax.jit(jax.vmap(one, in_axes=(0, None)), compiler_options=forward.ONCE)
 
     def sample_local(self, rng_key: Any, num_samples: int = 1000, *, silo: str) -> dict[str, Array]:
         """Joint draws of the global sites and of one silo's local sites (with deterministics), unpadded.
 
-        With the same key, the global draws are those of :meth:`sample`.
+        With the same key, the global draws are those of :meth:`sample`. After :func:`numpyro_fed.load` without silos,
+        sites that are computed from the silo's data (``numpyro.deterministic("mean", x @ beta)``) are left out.
         """
-        data = self._data(silo)
         state, _ = self.state.silo(silo)
-        keys = jax.random.split(check_key(rng_key), _count(num_samples))
-        draws = self._local_draws(keys, self.state.server, state, data)
-        return {**draws[0], **self._unpad(draws[1], silo, data)}
+        mask, data = self._data(silo)
+        draws, local = self._local_draws(_keys(rng_key, num_samples), self.state.server, state, mask, data)
+        if self.silos is None:
+            local = {name: value for name, value in local.items() if name not in self._from_data}
+        return {**draws, **self._unpad(local, silo, data)}
 
     @cached_property
     def _local_draws(self) -> Any:
-        return jax.jit(jax.vmap(self._one_local, in_axes=(0, None, None, None)))
+        split, theta = self.split, self.method.theta
 
-    def _one_local(self, key: Array, server: Any, state: Any, data: SiloData) -> tuple[dict, dict]:
-        method, split = self.method, self.split
-        z = method.sample_global(split, server, key)
-        z_local = method.sample_local(split, server, state, jax.random.fold_in(key, 1), z, data.mask)
-        theta = method.theta(server)
-        return split.constrain_global(z, theta), split.constrain_local(z, z_local, theta, data)
+        def one(key: Array, server: Any, state: Any, mask: dict, data: SiloData) -> tuple[dict, dict]:
+            z, z_local = self.latents(key, server, state, mask, data)
+            return split.constrain_global(z, theta(server)), split.constrain_local(z, z_local, theta(server), data)
 
-    def _data(self, silo: str) -> SiloData:
-        """The silo's data, padded as in the run; without data (after nf.load) only shapes, which is enough for latents."""
-        _, b = self.state.silo(silo)
-        if self.silos is not None:
-            return silo_data(self.silos, silo, self.split.spec, self.split.partition.axes, self.padded[b])
-        lengths = self.padded[b]
-        dummy = self.split.spec._replace(example=lengths).dummy()
-        own = {axis.name: axis.lengths[silo] for axis in self.split.partition.axes}
-        mask = {axis: jnp.arange(n) < own[axis] for axis, n in lengths.items()}
-        return SiloData(dummy.args, mask, self.split.shared)
+        return jax.jit(jax.vmap(one, in_axes=(0, None, None, None, None)), compiler_options=forward.ONCE)
+
+    def latents(self, key: Array, server: Any, state: Any, mask: dict, data: SiloData) -> tuple[Array, dict]:
+        """One draw of z_G and of a silo's z_L, which is drawn with the run's padding and has the rows of ``data``."""
+        z = self.method.sample_global(self.split, server, key)
+        z_local = self.method.sample_local(self.split, server, state, jax.random.fold_in(key, 1), z, mask)
+        lengths, padded = ({axis: rows.shape[-1] for axis, rows in m.items()} for m in (data.mask, mask))
+        return z, self.split.unpadded_local(z_local, lengths, padded) if lengths != padded else z_local
+
+    def _data(self, silo: str) -> tuple[dict[str, Array], SiloData]:
+        """The mask with which the silo was padded in the run, and its data: padded, or not where that could be seen.
+
+        A program for padded data serves all silos of a bucket. Rows do not meet in a log density, but they may in a
+        deterministic site (a mean over them).
+        """
+        split, padded = self.split, self.padded[self.state.silo(silo)[1]]
+        own = {axis.name: axis.lengths[silo] for axis in split.partition.axes}
+        mask = {axis: jnp.arange(n) < own[axis] for axis, n in padded.items()}
+        computed = any(site.role == "deterministic" and not site.at_server for site in split.partition.sites)
+        lengths = own if computed else padded
+        return mask, silo_data(self.any_silos, silo, split.spec, split.partition.axes, lengths)
 
     def _unpad(self, values: dict[str, Array], silo: str, data: SiloData) -> dict[str, Array]:
         lengths = {axis.name: axis.lengths[silo] for axis in self.split.partition.axes}
-        return self.split.unpadded(values, lengths, {axis: mask.shape[-1] for axis, mask in data.mask.items()})
+        out = {}
+        for name, value in values.items():
+            for axis, dim in forward.value_axes(self.split.partition[name], self._event_dims):
+                keep = value.shape[dim] * lengths[axis] // data.mask[axis].shape[-1]
+                value = jax.lax.slice_in_dim(value, 0, keep, axis=value.ndim + dim)
+            out[name] = value
+        return out
 
-    # --- what it says -----------------------------------------------------------------------------------------------------
+    @cached_property
+    def _event_dims(self) -> dict[str, int]:
+        return forward.event_dims(self.split)
 
-    def summary(self, rng_key: Any = None, num_samples: int = 4000, hdi_prob: float = 0.9) -> pd.DataFrame:
-        """Mean, sd, median and a highest-density interval of every global scalar, with theta below."""
-        from numpyro.diagnostics import hpdi
+    @cached_property
+    def _from_data(self) -> frozenset[str]:
+        """Local sites whose constrained values depend on the silo's data, not on latents alone."""
+        split = self.split
+        _, data = self._data(self.state.names[0])
+        zeros = split.zeros_local(data.mask)
+        found = eval_provenance(
+            lambda args: split.constrain_local(jnp.zeros(split.dim), zeros, split.theta, data._replace(args=args)),
+            args=data.args,
+        )
+        return frozenset(name for name, sources in found.items() if sources)
 
-        draws = self.sample(jax.random.key(0) if rng_key is None else rng_key, num_samples)
-        low, high = f"hdi_{50 * (1 - hdi_prob):g}%", f"hdi_{100 - 50 * (1 - hdi_prob):g}%"
-        rows = {}
-        for name, label, column in scalars(draws):
-            interval = hpdi(column, hdi_prob)
-            rows[label] = {
-                "role": "global" if name in self.split.partition.global_sites else "deterministic",
-                "mean": column.mean(),
-                "sd": column.std(ddof=1),
-                "median": np.median(column),
-                low: interval[0],
-                high: interval[1],
-            }
-        for _, label, column in scalars({name: np.asarray(value)[None] for name, value in self.params.items()}):
-            rows[label] = {"role": "param", "mean": float(column[0]), "sd": np.nan, "median": np.nan, low: np.nan, high: np.nan}
-        return pd.DataFrame.from_dict(rows, orient="index")
+    @property
+    def any_silos(self) -> Silos:
+        """The silos, or (after nf.load without them) zeros of their shapes, which is enough for latents."""
+        found = self.silos or self.shapes
+        assert found is not None, "a fit has silos or their shapes"
+        return found
+
+    def need_silos(self, what: str) -> None:
+        """Raises when there are no data."""
+        if self.silos is None:
+            raise ValueError(f"{what} need the silos' data, and this fit was loaded without: pass silos= to nf.load")
+
+    # --- predictions --------------------------------------------------------------------------------------------------
+
+    def predict(
+        self, rng_key: Any, data: Mapping[str, Any] | None = None, *, silo: str | None = None, num_samples: int = 1000
+    ) -> dict[str, Array]:
+        """Draws of the observed sites (``numpyro.factor`` terms have none) and of the deterministic sites.
+
+        - ``predict(key, silo="york")``: york's own units, with its own posterior of their local latents.
+        - ``predict(key, data, silo="york")``: new units in york. Their local latents come from their prior given the
+          globals; latents that york has once, and those of groups along which nothing is observed (counties in long
+          format), from york's posterior. Groups are york's own when their number is york's.
+        - ``predict(key, data)``: a new silo. All local latents come from their prior given the globals.
+
+        Args:
+            rng_key: ``jax.random.key(0)``. The globals' draws are those of :meth:`sample` with the same key.
+            data: the model's arguments. Observations may be left out, even where the model requires them: their
+                values do not matter. Shared arguments are filled in, and with ``silo`` also its number of groups and
+                other arguments that do not have a row for each unit.
+            silo: a silo's name.
+            num_samples: joint draws of all sites.
+
+        Returns:
+            ``{site: draws}``, an array (num_samples, ...) each.
+        """
+        return predict.predict(self, _keys(rng_key, num_samples), data, silo)
+
+    @cached_property
+    def _predictor(self) -> Any:
+        return forward.predictor(self.method, self.split)
+
+    @cached_property
+    def _log_likelihoods(self) -> Any:
+        return export.log_likelihoods(self)
+
+    @cached_property
+    def _observations(self) -> Any:
+        return export.observations(self.split)
+
+    @cached_property
+    def _used_arguments(self) -> frozenset[str]:
+        return arguments.used_arguments(self.split)
+
+    # --- what it says -------------------------------------------------------------------------------------------------
+
+    def summary(
+        self, rng_key: Any = None, num_samples: int = 4000, hdi_prob: float = 0.9, *, silo: str | None = None
+    ) -> pd.DataFrame:
+        """Mean, sd, median and a highest-density interval of every global scalar, with theta below.
+
+        With ``silo``, that silo's local sites as well.
+        """
+        key = jax.random.key(0) if rng_key is None else rng_key
+        draws = self.sample(key, num_samples) if silo is None else self.sample_local(key, num_samples, silo=silo)
+        return summary.table(draws, self.params, self.split.partition, hdi_prob)
+
+    def to_arviz(
+        self,
+        rng_key: Any = None,
+        num_samples: int = 1000,
+        *,
+        local: bool = True,
+        log_likelihood: bool = False,
+        posterior_predictive: bool = False,
+    ) -> Any:
+        """The posterior for ArviZ: an InferenceData, or under ArviZ 1.x a DataTree; one chain of independent draws.
+
+        A local site along the plate "children" has the dimension ``children``, over the children of all silos in
+        order, labelled ``york[0]``; the coordinate ``children_silo`` says whose they are. Latents that a silo has once
+        have the dimension ``silo``. Crossed silo plates form one dimension.
+
+        Args:
+            rng_key: by default ``jax.random.key(0)``.
+            num_samples: joint draws of all sites of all silos.
+            local: with the silos' local sites and deterministics.
+            log_likelihood: with the log density of every observation (unscaled; those that are masked, and
+                ``numpyro.factor`` terms, left out), for ``arviz.loo``.
+            posterior_predictive: with replicates of the observed sites.
+        """
+        key = jax.random.key(0) if rng_key is None else check_key(rng_key)
+        _keys(key, num_samples)
+        return export.to_arviz(self, key, int(num_samples), local, log_likelihood, posterior_predictive)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the fit to an ``.npz`` file (the suffix is added where it is missing) and return its path.
+
+        The file has the state, the history, the shared arguments, and of the silos' own arguments the shapes alone: no
+        data. The silos' local variational parameters are in it. Read it with ``nf.load(path, method)``.
+        """
+        from numpyro_fed import storage
+
+        return storage.save(self, path)
 
     def __repr__(self) -> str:
-        name = type(self.method).__name__
-        sent = sum(int(np.sum(self.history[k])) for k in ("bytes_up", "bytes_down") if k in self.history)
-        loss = f", loss {np.mean(self.history['loss'][-100:]):.4g}" if "loss" in self.history else ""
-        return (
-            f"Fit by {name}: {len(self.state.names)} silos, {self.num_rounds} rounds, {_bytes(sent)} sent, "
-            f"{self.seconds:.1f} s{loss}\nglobal sites: {', '.join(self.split.partition.global_sites)}"
-            + (f"\nlocal sites: {', '.join(self.split.partition.local_sites)}" if self.split.partition.local_sites else "")
-        )
+        return summary.text(self)
+
+    def _repr_html_(self) -> str:
+        return summary.html(self)
 
 
-def scalars(draws: dict[str, Array]) -> list[tuple[str, str, np.ndarray]]:
-    """Every scalar among named draws: (site, label such as ``beta[0]``, draws)."""
-    out = []
-    for name, value in draws.items():
-        value = np.asarray(value)
-        for index in np.ndindex(*value.shape[1:]):
-            label = name if index == () else f"{name}[{', '.join(map(str, index))}]"
-            out.append((name, label, value[(slice(None), *index)]))
-    return out
-
-
-def _bytes(size: int) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000  # type: ignore[assignment]
-    raise AssertionError
-
-
-def _count(num_samples: Any) -> int:
+def _keys(rng_key: Any, num_samples: Any) -> Array:
     if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer) or num_samples < 1:
         raise ValueError(f"num_samples must be an int of at least 1, got {num_samples!r}")
-    return int(num_samples)
-
-
+    return jax.random.split(check_key(rng_key), int(num_samples))

@@ -33,7 +33,7 @@ DEFAULT = optax.chain(optax.scale_by_adam(), optax.GradientTransformation(_init,
 
 def with_horizon(opt_state: Any, num_rounds: int) -> Any:
     """The optimiser's state with the default schedule set to ``num_rounds``; other states are unchanged."""
-    is_horizon = lambda node: isinstance(node, HorizonState)  # noqa: E731
+    is_horizon = lambda node: isinstance(node, HorizonState)
 
     def reset(node: Any) -> Any:
         if not is_horizon(node):
@@ -63,5 +63,8 @@ def check_optim(optim: Any, name: str = "optim") -> optax.GradientTransformation
             ) from None
         total += np.asarray(step)
     if not np.all(np.isfinite(total)) or np.all(total >= 0):
-        raise ValueError(f"{name} does not go downhill (its steps for a gradient of 1 add up to {total[0]}): is its learning rate positive?")
+        raise ValueError(
+            f"{name} does not go downhill (its steps for a gradient of 1 add up to {total[0]}): is its learning rate "
+            "positive?"
+        )
     return optim

@@ -131,13 +131,32 @@ class Bucket(NamedTuple):
 
 def stack(silos: Silos, spec: CallSpec, axes: tuple[Axis, ...]) -> list[Bucket]:
     """All silos in as few buckets as keep padding below ``PADDING`` times the rows."""
+    buckets = bucket_names(silos.names, axes)
+    lengths = [{axis.name: max(axis.lengths[name] for name in names) for axis in axes} for names in buckets]
+    rounded = [
+        {axis.name: round_up(own[axis.name]) if axis.free else own[axis.name] for axis in axes} for own in lengths
+    ]
+    rows = sum(axis.lengths[name] for axis in axes for name in silos.names)
+    if sum(len(names) * sum(own.values()) for names, own in zip(buckets, rounded, strict=True)) <= PADDING * rows:
+        lengths = rounded
     stacked = []
-    for names in bucket_names(silos.names, axes):
-        lengths = {axis.name: max(axis.lengths[name] for name in names) for axis in axes}
-        members = [_padded(silos, name, spec, axes, lengths) for name in names]
+    for names, own in zip(buckets, lengths, strict=True):
+        members = [_padded(silos, name, spec, axes, own) for name in names]
         data = jax.tree.map(lambda *rows: jnp.asarray(np.stack(rows)), *members)
         stacked.append(Bucket(tuple(names), data.args, data.mask))
     return stacked
+
+
+def round_up(length: int) -> int:
+    """The next power of two up to 8, then the next multiple of 8: loops over such lengths are vectorised.
+
+    On a CPU a loop over 537 rows takes five times as long as one over 540; it also lets sizes change a little without a
+    new program.
+
+    >>> [round_up(n) for n in (1, 3, 5, 9, 537)]
+    [1, 4, 8, 16, 544]
+    """
+    return 1 << (length - 1).bit_length() if length <= 8 else -(-length // 8) * 8
 
 
 def bucket_names(names: tuple[str, ...], axes: tuple[Axis, ...]) -> list[list[str]]:

@@ -7,7 +7,7 @@ tell, :func:`partition` asks.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ class Axis(NamedTuple):
     arguments: tuple[str, ...]  # paths of the arguments (arrays by their leading axis, ints by their value)
     plates: tuple[str, ...]
     lengths: dict[str, int]  # by silo
+    free: bool = False  # the model can be called with any length: padding may round it up
 
 
 class Site(NamedTuple):
@@ -164,17 +165,31 @@ class Component(NamedTuple):
 
 
 def _double(kwargs: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
+    return _with_lengths(kwargs, paths, lambda length: 2 * length)
+
+
+def _with_lengths(kwargs: Mapping[str, Any], paths: Iterable[str], change: Callable[[int], int]) -> dict[str, Any]:
+    """The same call with other lengths of the named arguments: ints, and leading axes of arrays."""
     chosen = set(paths)
     flat = []
     for path, leaf in leaves(kwargs):
         if path in chosen:
             leaf = (
-                2 * leaf
+                change(leaf)
                 if isinstance(leaf, int)
-                else jax.ShapeDtypeStruct((2 * leaf.shape[0], *leaf.shape[1:]), leaf.dtype)
+                else jax.ShapeDtypeStruct((change(leaf.shape[0]), *leaf.shape[1:]), leaf.dtype)
             )
         flat.append(leaf)
     return jax.tree.unflatten(jax.tree.structure(dict(kwargs)), flat)
+
+
+def _takes_any_length(model: Model, kwargs: Mapping[str, Any], axis: Axis) -> bool:
+    """Whether the model can be traced with one element more (a reshape to four columns, say, could not)."""
+    try:
+        trace_shapes(model, _with_lengths(abstract(kwargs), axis.arguments, lambda length: length + 1))
+    except Exception:  # a shape error is an answer
+        return False
+    return True
 
 
 def _lengths(silos: Silos) -> dict[str, dict[str, int]]:
@@ -305,6 +320,7 @@ def partition(
     if unclear:
         raise PartitionError(_question(base, unclear[0], Partition(tuple(sites), tuple(axes), plates, silos.num_silos)))
     axes += _unused_axes(silos, sizes, axes, components, depends)
+    axes = [axis._replace(free=_takes_any_length(model, silos[reference], axis)) for axis in axes]
     sites = _place(sites, depends)
     _check_shapes_between_silos(traces, sites, axes, reference)
     fixed = lambda found: not any(source.startswith(("site:", "param:")) for source in found)

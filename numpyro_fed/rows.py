@@ -82,7 +82,7 @@ def _offsets(groups: tuple[Group, ...], mask: dict[str, Array]) -> list[int]:
 
 
 def _connected(labels: dict[str, dict[str, Array]], num: int) -> Array:
-    """The smallest row id in each row's component: rows that meet in a term pass the smaller id on until nothing moves."""
+    """The smallest id in each row's component: rows that meet in a term pass the smaller one on until nothing moves."""
     if len(labels) == 1:
         return jnp.arange(num)
     sites = next(iter(labels.values()))

@@ -16,7 +16,7 @@ from numpyro_fed.tracing import digest
 
 class Schedule(Protocol):
     def cohorts(self, key: Any, names: tuple[str, ...], first: int, count: int) -> np.ndarray | None:
-        """Indices of the silos that take part in rounds first, ..., first + count - 1: (count, K). None: all of them."""
+        """Indices of the silos that take part in rounds first, first + 1, ...: (count, K). None: all of them."""
         ...
 
 
@@ -41,7 +41,9 @@ class Sampled:
             raise ValueError(f"cohort_size is {self.cohort_size}, but there are {len(names)} silos")
         if self.cohort_size == len(names):
             return None
-        return np.asarray(_lottery(key, np.array([digest(n) for n in names], np.uint32), first + np.arange(count), self.cohort_size))
+        return np.asarray(
+            _lottery(key, np.array([digest(n) for n in names], np.uint32), first + np.arange(count), self.cohort_size)
+        )
 
 
 def _lottery(key: Any, identities: np.ndarray, rounds: np.ndarray, size: int) -> Any:
@@ -90,8 +92,13 @@ def as_schedule(schedule: Any) -> Schedule:
     known = {None: Synchronous(), "synchronous": Synchronous(), "sequential": Sequential()}
     if schedule is None or isinstance(schedule, str):
         if schedule not in known:
-            raise ValueError(f"schedule is {schedule!r}; use 'synchronous', 'sequential' or nf.schedules.sampled(cohort_size)")
+            raise ValueError(
+                f"schedule is {schedule!r}; use 'synchronous', 'sequential' or nf.schedules.sampled(cohort_size)"
+            )
         return known[schedule]
     if not hasattr(schedule, "cohorts"):
-        raise TypeError(f"schedule is a {type(schedule).__name__}; use 'synchronous', 'sequential' or nf.schedules.sampled(cohort_size)")
+        raise TypeError(
+            f"schedule is a {type(schedule).__name__}; use 'synchronous', 'sequential' or "
+            "nf.schedules.sampled(cohort_size)"
+        )
     return schedule

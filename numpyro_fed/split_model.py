@@ -25,7 +25,7 @@ from numpyro.distributions import MaskedDistribution, biject_to, constraints
 from numpyro.distributions.distribution import validation_enabled
 from numpyro.infer.util import _unconstrain_reparam, compute_log_probs, potential_energy
 
-from numpyro_fed.padding import CallSpec, SiloData, call_spec, shared_arrays, silo_data, stack
+from numpyro_fed.padding import CallSpec, SiloData, call_spec, round_up, shared_arrays, silo_data, stack
 from numpyro_fed.partition import Axis, Partition, PartitionError, Site, partition
 from numpyro_fed.silos import Silos
 from numpyro_fed.tracing import Model, label, traced
@@ -367,7 +367,7 @@ def certify(split: SplitModel, silos: Silos, max_silos: int = 4, seed: int = 0) 
     """
     axes = split.partition.axes
     names = _chosen(silos, axes, max_silos, seed)
-    longest = {axis.name: max(axis.lengths.values()) for axis in axes}
+    longest = {axis.name: (round_up if axis.free else int)(max(axis.lengths.values())) for axis in axes}
     for name in names:
         own = {axis.name: axis.lengths[name] for axis in axes}
         plain = silo_data(silos, name, split.spec, axes)

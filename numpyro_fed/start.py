@@ -102,7 +102,9 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
             return jnp.mean(jax.vmap(one)(eps)) if split.groups else split.log_silo(z, {}, theta, data)
 
         active = _valid(split, data)
-        entropy = sum((jnp.sum(jnp.where(active[g], jnp.log(silo.scale[g]) + ENTROPY, 0.0)) for g in silo.scale), jnp.zeros(()))
+        entropy = sum(
+            (jnp.sum(jnp.where(active[g], jnp.log(silo.scale[g]) + ENTROPY, 0.0)) for g in silo.scale), jnp.zeros(())
+        )
         value, gradient = jax.value_and_grad(bound)(x)
         hessian = jax.jacfwd(jax.grad(bound))(x)
         return Message(value + entropy, gradient, hessian), silo
@@ -120,13 +122,15 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
         finite = jnp.isfinite(value) & jnp.all(jnp.isfinite(gradient)) & jnp.all(jnp.isfinite(precision))
         # the locals are fitted anew at every point, so the value carries a small error: allow for it
         better = finite & (value >= server.value - 1e-4 * jnp.abs(server.value) - 0.1)
-        keep = lambda new, old: jnp.where(better, new, old)  # noqa: E731
+        keep = lambda new, old: jnp.where(better, new, old)
         x = keep(server.trial, server.x)
         gradient, precision = keep(gradient, server.gradient), keep(precision, server.precision)
         damping = jnp.clip(keep(server.damping / 5, jnp.maximum(server.damping * 10, 1e-2)), 1e-6, 1e6)
         step = newton_step(gradient, precision, damping)
         gain = 0.5 * gradient @ step
-        server = ServerState(x, x + step, keep(value, server.value), precision, gradient, damping, jnp.where(better, gain, jnp.inf))
+        server = ServerState(
+            x, x + step, keep(value, server.value), precision, gradient, damping, jnp.where(better, gain, jnp.inf)
+        )
         return server, {"loss": -server.value, "gain": server.gain}
 
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step)
@@ -211,11 +215,11 @@ def fit_locals(split: SplitModel, z: Array, theta: dict, silo: SiloState, data: 
     return SiloState(loc, scale, coupling)
 
 
-def summary(server: ServerState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean, Cholesky factor of the covariance and conditional sds at the end, in float64."""
+def summary(server: ServerState, d: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The point x, the Cholesky factor of z_G's covariance given theta (d, d), and the conditional sds of all of x."""
     precision = np.asarray(server.precision, np.float64)
     scale = 1 / np.sqrt(np.maximum(np.abs(np.diagonal(precision)), 1e-10))
-    values, vectors = np.linalg.eigh(precision * scale[:, None] * scale)
+    values, vectors = np.linalg.eigh((precision * scale[:, None] * scale)[:d, :d])
     values = np.maximum(np.abs(values), 1e-3)
-    covariance = scale[:, None] * ((vectors / values) @ vectors.T) * scale
+    covariance = scale[:d, None] * ((vectors / values) @ vectors.T) * scale[:d]
     return np.asarray(server.x, np.float64), np.linalg.cholesky(covariance), scale

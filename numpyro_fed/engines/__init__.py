@@ -1,4 +1,4 @@
-"""Where a federated algorithm runs: :class:`Vmap` (default, one compiled program) or :class:`Loopback` (through bytes)."""
+"""Where an algorithm runs: :class:`Vmap` (default, one compiled program) or :class:`Loopback` (through bytes)."""
 
 from numpyro_fed.engines.loopback import Loopback
 from numpyro_fed.engines.vmap import Vmap

@@ -44,12 +44,20 @@ class Traffic(NamedTuple):
 
 
 class Engine(Protocol):
-    """Runs a FederatedAlgorithm. Silo states are a tuple over buckets, stacked; they never leave the engine but in a Fit."""
+    """Runs a FederatedAlgorithm. Silo states are a tuple over buckets, stacked; they leave the engine only in a Fit."""
 
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]: ...
 
     def rounds(
-        self, algorithm: FederatedAlgorithm, key: Any, stack: Stack, server: Any, silos: tuple, first: int, cohorts: Any, count: int
+        self,
+        algorithm: FederatedAlgorithm,
+        key: Any,
+        stack: Stack,
+        server: Any,
+        silos: tuple,
+        first: int,
+        cohorts: Any,
+        count: int,
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]: ...
 
 

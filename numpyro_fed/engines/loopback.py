@@ -37,7 +37,15 @@ class Loopback:
         return server, tuple(states)
 
     def rounds(
-        self, algorithm: FederatedAlgorithm, key: Any, stack: Stack, server: Any, silos: tuple, first: int, cohorts: Any, count: int
+        self,
+        algorithm: FederatedAlgorithm,
+        key: Any,
+        stack: Stack,
+        server: Any,
+        silos: tuple,
+        first: int,
+        cohorts: Any,
+        count: int,
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
         rows = []
         data = {name: stack.data(name) for name in stack.names}
@@ -60,9 +68,15 @@ class Loopback:
                 messages.append(message)
                 moved = jax.tree.map(lambda leaf, new, at=at: leaf.at[at].set(new), silos[b], state)
                 silos = (*silos[:b], moved, *silos[b + 1 :])
-            server, info = _server_step(algorithm, server_key, server, stacked(messages), jnp.asarray(cohort), len(stack.names))
+            server, info = _server_step(
+                algorithm, server_key, server, stacked(messages), jnp.asarray(cohort), len(stack.names)
+            )
             rows.append({**info, "bytes_up": up, "bytes_down": down})
-        return server, silos, {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {}
+        return (
+            server,
+            silos,
+            {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {},
+        )
 
 
 def _through_wire(tree: Any) -> tuple[Any, int]:
@@ -92,5 +106,7 @@ def _silo_step(algorithm: FederatedAlgorithm, key: Any, broadcast: Any, state: A
 
 
 @partial(jax.jit, static_argnums=(0, 5))
-def _server_step(algorithm: FederatedAlgorithm, key: Any, server: Any, messages: Any, index: Any, num_silos: int) -> Any:
+def _server_step(
+    algorithm: FederatedAlgorithm, key: Any, server: Any, messages: Any, index: Any, num_silos: int
+) -> Any:
     return algorithm.server_step(key, server, algorithm.aggregate(messages, Cohort(index, num_silos)))

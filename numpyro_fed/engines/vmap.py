@@ -26,13 +26,31 @@ class Vmap:
         return _start(algorithm, stack.names, _bucket_names(stack), key, _arrays(stack), stack.shared)
 
     def rounds(
-        self, algorithm: FederatedAlgorithm, key: Any, stack: Stack, server: Any, silos: tuple, first: int, cohorts: Any, count: int
+        self,
+        algorithm: FederatedAlgorithm,
+        key: Any,
+        stack: Stack,
+        server: Any,
+        silos: tuple,
+        first: int,
+        cohorts: Any,
+        count: int,
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
         if cohorts is not None and len(cohorts) < CHUNK:
             cohorts = np.concatenate([cohorts, np.repeat(cohorts[-1:], CHUNK - len(cohorts), axis=0)])
         server, silos = strong((server, silos))
         server, silos, info = _rounds(
-            algorithm, stack.names, _bucket_names(stack), key, _arrays(stack), stack.shared, server, silos, first, cohorts, count
+            algorithm,
+            stack.names,
+            _bucket_names(stack),
+            key,
+            _arrays(stack),
+            stack.shared,
+            server,
+            silos,
+            first,
+            cohorts,
+            count,
         )
         return server, silos, {name: np.asarray(rows)[:count] for name, rows in info.items()}
 
@@ -46,7 +64,9 @@ def _arrays(stack: Stack) -> tuple:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _start(algorithm: FederatedAlgorithm, names: tuple, bucket_names: tuple, key: Any, arrays: tuple, shared: Any) -> tuple[Any, tuple]:
+def _start(
+    algorithm: FederatedAlgorithm, names: tuple, bucket_names: tuple, key: Any, arrays: tuple, shared: Any
+) -> tuple[Any, tuple]:
     key = jax.random.fold_in(key, START)
     server = algorithm.init(jax.random.fold_in(key, SERVER))
     broadcast = algorithm.broadcast(jax.random.fold_in(key, SERVER), server)
@@ -105,7 +125,8 @@ def _rounds(
             inside = jnp.asarray(position)[cohort]
             order = jnp.argsort(inside >= len(bucket), stable=True)[:slots]
             at = inside[order]
-            gather = lambda leaf, at=at, n=len(bucket): leaf[jnp.minimum(at, n - 1)]  # noqa: E731
+            clipped = jnp.minimum(at, len(bucket) - 1)
+            gather = lambda leaf, at=clipped: leaf[at]
             js = gather(jnp.asarray(place))
             state_in, args_in, mask_in = jax.tree.map(gather, (state, args, mask))
             message, new = batched(keys[js], broadcast, js, state_in, args_in, mask_in)

@@ -61,13 +61,16 @@ class StructuredNormal:
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        for field, allowed in (("global_cov", ("full", "diagonal", "low_rank")), ("local_cov", ("block", "diagonal", "full"))):
+        for field, allowed in (
+            ("global_cov", ("full", "diagonal", "low_rank")),
+            ("local_cov", ("block", "diagonal", "full")),
+        ):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(map(repr, allowed))}")
         if self.rank is not None and (not isinstance(self.rank, int) or self.rank < 1):
             raise ValueError(f"rank must be an int of at least 1, got {self.rank!r}")
 
-    # --- over the globals ---------------------------------------------------------------------------------------------
+    # --- over the globals -------------------------------------------------------------------------------------------
 
     def init_global(self, loc: Array, chol: Array | None, sd: Array) -> tuple[dict[str, Array], GlobalBase]:
         """Parameters and base of a start: its mean, the Cholesky factor of its covariance (or None) and its sds."""
@@ -126,7 +129,7 @@ class StructuredNormal:
             white = white + params["factor"] @ params["factor"].T
         return base.scale[:, None] * white * base.scale
 
-    # --- over a silo's locals, given the globals ------------------------------------------------------------------------
+    # --- over a silo's locals, given the globals --------------------------------------------------------------------
 
     def init_local(
         self, groups: tuple[Group, ...], loc: dict, scale: dict, coupling: dict, unit: Array, valid: dict
@@ -185,7 +188,10 @@ class StructuredNormal:
             white = eps[group]
             if "tril" in own:
                 white = white + jnp.einsum("rij,rj->ri", _unpacked(own["tril"], white.shape[-1]), white)
-            out[group] = self._location(own, base, group, shift) + base.scale[group] * jnp.exp(self._log_scale(own, shift)) * white
+            out[group] = (
+                self._location(own, base, group, shift)
+                + base.scale[group] * jnp.exp(self._log_scale(own, shift)) * white
+            )
         return out
 
     def log_prob_local(self, params: dict, base: LocalBase, z: Array, mean: Array, z_local: dict, active: dict) -> dict:
@@ -204,7 +210,9 @@ class StructuredNormal:
         if self.local_cov == "full":
             white = _unmixed(params["tril"], white, base.valid)
         return {
-            group: jnp.sum(jnp.where(active[group], -0.5 * white[group] ** 2 - logs[group] - 0.5 * LOG_2PI, 0.0), axis=-1)
+            group: jnp.sum(
+                jnp.where(active[group], -0.5 * white[group] ** 2 - logs[group] - 0.5 * LOG_2PI, 0.0), axis=-1
+            )
             for group in z_local
         }
 

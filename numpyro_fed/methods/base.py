@@ -73,12 +73,12 @@ class Method:
             if value is not None:  # hashable, so that a method can be a key
                 object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
 
-    # --- what a method says of itself -------------------------------------------------------------------------------------
+    # --- what a method says of itself -------------------------------------------------------------------------------
 
     def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
         raise NotImplementedError
 
-    def adopt(self, prepared: Prepared, server: Any, silos: tuple, found: Any, num_rounds: int) -> tuple[Any, tuple]:
+    def adopt(self, split: SplitModel, server: Any, silos: tuple, found: Any) -> tuple[Any, tuple]:
         """States that start where mode finding ended."""
         raise NotImplementedError
 
@@ -86,10 +86,10 @@ class Method:
         """States whose step sizes suit a run of ``num_rounds``."""
         return server, silos
 
-    # --- run --------------------------------------------------------------------------------------------------------------
+    # --- run --------------------------------------------------------------------------------------------------------
 
     def ready(self, silos: Silos) -> tuple[Prepared, Stack]:
-        """The method prepared for these silos (from memory, if it has met such shapes before) and their stacked data."""
+        """The method prepared for these silos (from memory, if it has met such shapes before), and their data."""
         key = (self, _signature(silos))
         if key in _prepared:
             _prepared.move_to_end(key)
@@ -131,7 +131,9 @@ class Method:
         """
         key = check_key(rng_key)
         if not isinstance(silos, Silos):
-            raise TypeError(f"silos must be an nf.Silos, got a {type(silos).__name__}: wrap it as nf.Silos({{name: arguments}})")
+            raise TypeError(
+                f"silos must be an nf.Silos, got a {type(silos).__name__}: wrap it as nf.Silos({{name: arguments}})"
+            )
         num_rounds = self.default_rounds if num_rounds is None else num_rounds
         if isinstance(num_rounds, bool) or not isinstance(num_rounds, int | np.integer) or num_rounds < 1:
             raise ValueError(f"num_rounds must be an int of at least 1, got {num_rounds!r}")
@@ -154,11 +156,18 @@ def _stack(split: SplitModel, silos: Silos) -> Stack:
 
 def _signature(silos: Silos) -> Any:
     own = tuple(
-        (name, tuple((p, leaf) if isinstance(leaf, int) else (p, leaf.shape, str(leaf.dtype)) for p, leaf in leaves(silos.own(name))))
+        (
+            name,
+            tuple(
+                (p, leaf) if isinstance(leaf, int) else (p, leaf.shape, str(leaf.dtype))
+                for p, leaf in leaves(silos.own(name))
+            ),
+        )
         for name in silos.names
     )
     shared = tuple(
-        (p, leaf) if isinstance(leaf, int) else (p, leaf.shape, str(leaf.dtype), leaf.tobytes()) for p, leaf in leaves(silos.shared)
+        (p, leaf) if isinstance(leaf, int) else (p, leaf.shape, str(leaf.dtype), leaf.tobytes())
+        for p, leaf in leaves(silos.shared)
     )
     return own, shared, silos.own_counts, bool(jax.config.jax_enable_x64)
 
@@ -167,7 +176,15 @@ class _Runner:
     """One run: its engine, progress bar and history."""
 
     def __init__(
-        self, method: Method, prepared: Prepared, stacked: Stack, engine: Any, key: Any, silos: Silos, began: float, bar: bool
+        self,
+        method: Method,
+        prepared: Prepared,
+        stacked: Stack,
+        engine: Any,
+        key: Any,
+        silos: Silos,
+        began: float,
+        bar: bool,
     ) -> None:
         self.method, self.prepared, self.stack, self.engine, self.key = method, prepared, stacked, engine, key
         self.silos, self.began, self.bar = silos, began, bar
@@ -176,7 +193,9 @@ class _Runner:
     def begin(self, num_rounds: int) -> tuple[Any, tuple]:
         found = self._find_mode()
         server, states = self.engine.start(self.prepared.algorithm, self.key, self.stack)
-        return self.method.adopt(self.prepared, server, states, found, num_rounds)
+        if found is not None:
+            server, states = self.method.adopt(self.prepared.split, server, states, found)
+        return self.method.with_rounds(server, states, num_rounds)
 
     def _find_mode(self) -> Any:
         algorithm = self.prepared.mode
@@ -220,7 +239,10 @@ class _Runner:
             new = sorted(set(self.stack.names) - set(init_state.names))
             raise ValueError(
                 "init_state has other silos: "
-                + "; ".join([f"missing now: {', '.join(gone)}"] * bool(gone) + [f"not in the state: {', '.join(new)}"] * bool(new))
+                + "; ".join(
+                    [f"missing now: {', '.join(gone)}"] * bool(gone)
+                    + [f"not in the state: {', '.join(new)}"] * bool(new)
+                )
             )
         if init_state.method != type(self.method).__name__:
             raise ValueError(f"init_state is of {init_state.method}, this is {type(self.method).__name__}")
@@ -229,8 +251,8 @@ class _Runner:
         for got, expected in zip(jax.tree.leaves((init_state.server, states)), jax.tree.leaves(shapes), strict=False):
             if got.shape != expected.shape:
                 raise ValueError(
-                    f"init_state was made with other settings or silos of other sizes (an array of shape {got.shape} where "
-                    f"{expected.shape} is needed): use the method and silos it came from"
+                    f"init_state was made with other settings or silos of other sizes (an array of shape {got.shape} "
+                    f"where {expected.shape} is needed): use the method and silos it came from"
                 )
         if jax.tree.structure((init_state.server, states)) != jax.tree.structure(shapes):
             raise ValueError("init_state was made with other settings (guide, optimiser): use the method it came from")
@@ -273,12 +295,21 @@ class _Runner:
         keys = [name for name in self.history[0]] if self.history else []
         keys = [name for name in keys if all(name in rows for rows in self.history)]
         history = {name: np.concatenate([rows[name] for rows in self.history]) for name in keys}
-        state = State(type(self.method).__name__, self.stack.names, tuple(b.names for b in self.stack.buckets), server, states, last)
+        state = State(
+            type(self.method).__name__,
+            self.stack.names,
+            tuple(b.names for b in self.stack.buckets),
+            server,
+            states,
+            last,
+        )
         seconds = time.perf_counter() - self.began
         padded = tuple({axis: mask.shape[-1] for axis, mask in bucket.mask.items()} for bucket in self.stack.buckets)
         return Fit(self.method, self.prepared.split, state, history, seconds, padded, self.silos)
 
-    def _raise_non_finite(self, algorithm: FederatedAlgorithm, key: Any, server: Any, states: tuple, at: int, cohort: Any) -> None:
+    def _raise_non_finite(
+        self, algorithm: FederatedAlgorithm, key: Any, server: Any, states: tuple, at: int, cohort: Any
+    ) -> None:
         """Name the silos whose message is not finite, and the sites in them; hand over the last good fit."""
         round_key = jax.random.fold_in(key, at)
         sent = algorithm.broadcast(jax.random.fold_in(round_key, digest("\0server")), server)
@@ -288,7 +319,9 @@ class _Runner:
             b, position = self.stack.place(name)
             state = jax.tree.map(lambda leaf, position=position: leaf[position], states[b])
             silo_key = jax.random.fold_in(round_key, digest(name))
-            message, _ = algorithm.silo_step(silo_key, sent_to(sent, self.stack.names.index(name)), state, self.stack.data(name))
+            message, _ = algorithm.silo_step(
+                silo_key, sent_to(sent, self.stack.names.index(name)), state, self.stack.data(name)
+            )
             if not all(bool(np.all(np.isfinite(leaf))) for leaf in jax.tree.leaves(message)):
                 culprits.append(f"{name!r} ({', '.join(self._bad_sites(name, sent, state)) or 'its gradient'})")
         where = f"silo {', '.join(culprits)}" if culprits else "the server's prior term"

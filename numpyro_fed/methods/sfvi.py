@@ -118,13 +118,13 @@ class SFVI(Method):
     def family(self) -> StructuredNormal:
         return self.guide or StructuredNormal(scale_coupling=True)
 
-    # --- what the base class asks for ----------------------------------------------------------------------------------
+    # --- what the base class asks for -------------------------------------------------------------------------------
 
     def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
         if split.dim > FULL_LIMIT and self.family.global_cov == "full":
             raise ValueError(
-                f"a full covariance over {split.dim} global dimensions takes {4 * split.dim**2 * 4 / 1e9:.1f} GB with its "
-                'optimiser: pass guide=nf.guides.StructuredNormal(global_cov="low_rank") or "diagonal"'
+                f"a full covariance over {split.dim} global dimensions takes {4 * split.dim**2 * 4 / 1e9:.1f} GB with "
+                'its optimiser: pass guide=nf.guides.StructuredNormal(global_cov="low_rank") or "diagonal"'
             )
         weighting = self._weighting(split, stack)
         mode = start.newton_start(split) if self._can_start(split) else None
@@ -194,15 +194,27 @@ class SFVI(Method):
 
             def one(key: Array, z: Array) -> Any:
                 return silo_bound(
-                    split, guide, weighting, key, silo.params, silo.base, z, sent.mean, sent.theta, data, silo.components
+                    split,
+                    guide,
+                    weighting,
+                    key,
+                    silo.params,
+                    silo.base,
+                    z,
+                    sent.mean,
+                    sent.theta,
+                    data,
+                    silo.components,
                 )
 
             if self.num_particles == 1:
                 found = jax.tree.map(lambda leaf: leaf[None], one(key, sent.z[0]))
             else:
                 found = jax.vmap(one)(jax.random.split(key, self.num_particles), sent.z)
-            average = lambda tree: jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), tree)  # noqa: E731
-            message = Message(found.z / self.num_particles, average(found.mean), average(found.theta), average(found.value))
+            average = lambda tree: jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), tree)
+            message = Message(
+                found.z / self.num_particles, average(found.mean), average(found.theta), average(found.value)
+            )
             if not split.groups:
                 return message, silo
             downhill = jax.tree.map(lambda leaf: -jnp.mean(leaf, axis=0), found.params)
@@ -221,7 +233,10 @@ class SFVI(Method):
 
             def own(z: Array, theta: dict) -> Array:
                 values = jax.vmap(
-                    lambda z: split.log_prior(z, theta_of(server, theta)) - guide.log_prob_global(server.params, server.base, z)
+                    lambda z: (
+                        split.log_prior(z, theta_of(server, theta))
+                        - guide.log_prob_global(server.params, server.base, z)
+                    )
                 )(z)
                 return jnp.mean(values)
 
@@ -236,42 +251,31 @@ class SFVI(Method):
 
         return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step)
 
-    def adopt(self, prepared: Prepared, server: ServerState, silos: tuple, found: Any, num_rounds: int) -> tuple[ServerState, tuple]:
-        """The states of a run that starts where mode finding (or nothing: ``found`` is None) has ended."""
-        split, guide = prepared.split, self.family
+    def adopt(self, split: SplitModel, server: ServerState, silos: tuple, found: Any) -> tuple[ServerState, tuple]:
+        """The states of a run that starts where mode finding has ended."""
+        guide, d = self.family, split.dim
         optim = check_optim(self.optim)
         silo_optim = optim if self.silo_optim is None else check_optim(self.silo_optim)
-        if found is not None:
-            mode, local = found
-            x, chol, sd = start.summary(mode)
-            d, dtype = split.dim, server.base.loc.dtype
-            loc, chol, sd = (jnp.asarray(value, dtype) for value in (x, chol, sd))
-            theta, unravel = ravel_pytree(split.theta)
-            # the globals' covariance given theta: the leading block of the precision's inverse would include theta's
-            block = jnp.asarray(np.linalg.cholesky((np.asarray(chol, np.float64) @ np.asarray(chol, np.float64).T)[:d, :d]), dtype) if d else chol[:0, :0]
-            params, base = guide.init_global(loc[:d], block, sd[:d])
-            server = ServerState(
-                params,
-                jax.tree.map(jnp.zeros_like, split.theta),
-                base,
-                (unravel(loc[d:]), unravel(sd[d:])),
-                optim.init((params, jax.tree.map(jnp.zeros_like, split.theta))),
-            )
-            unit = jnp.sqrt(jnp.sum(block**2, axis=1)) if d else sd[:0]
+        mode, local = found
+        dtype = server.base.loc.dtype
+        x, chol, sd = (jnp.asarray(value, dtype) for value in start.summary(mode, d))
+        unravel = ravel_pytree(split.theta)[1]
+        theta = jax.tree.map(jnp.zeros_like, split.theta)
+        params, base = guide.init_global(x[:d], chol, sd[:d])
+        server = ServerState(params, theta, base, (unravel(x[d:]), unravel(sd[d:])), optim.init((params, theta)))
+        unit = jnp.sqrt(jnp.sum(chol**2, axis=1))
 
-            def begin(state: SiloState, mode: start.SiloState) -> SiloState:
-                params, base = guide.init_local(split.groups, mode.loc, mode.scale, mode.coupling, unit, state.base.valid)
-                return state._replace(params=params, base=base, opt_state=silo_optim.init(params))
+        def begin(state: SiloState, mode: start.SiloState) -> SiloState:
+            params, base = guide.init_local(split.groups, mode.loc, mode.scale, mode.coupling, unit, state.base.valid)
+            return state._replace(params=params, base=base, opt_state=silo_optim.init(params))
 
-            silos = tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, local, strict=True))
-        server = server._replace(opt_state=with_horizon(server.opt_state, num_rounds))
-        return server, tuple(state._replace(opt_state=with_horizon(state.opt_state, num_rounds)) for state in silos)
+        return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, local, strict=True))
 
     def with_rounds(self, server: ServerState, silos: tuple, num_rounds: int) -> tuple[ServerState, tuple]:
         server = server._replace(opt_state=with_horizon(server.opt_state, num_rounds))
         return server, tuple(state._replace(opt_state=with_horizon(state.opt_state, num_rounds)) for state in silos)
 
-    # --- what a fit asks for -----------------------------------------------------------------------------------------------
+    # --- what a fit asks for ----------------------------------------------------------------------------------------
 
     def theta(self, server: ServerState) -> dict[str, Array]:
         location, scale = server.theta_base

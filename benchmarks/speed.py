@@ -1,0 +1,150 @@
+"""How fast is SFVI, against NumPyro's own pooled variational inference?
+
+Everything is measured in one process, warm, as the fastest of several interleaved repeats, and printed as ratios: on a
+busy machine times are noise, ratios less so. The model is the six-cities mixed model with one draw per round. The pooled
+competitors are NumPyro's ``SVI`` with the same structured family written as an ordinary guide, and with ``AutoNormal``.
+
+Run it with ``make bench``, or ``python -m benchmarks.speed --quick``.
+"""
+
+import argparse
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
+
+import numpyro_fed as nf
+from examples.six_cities import model
+from numpyro_fed.engines.vmap import CHUNK
+
+DATA = nf.datasets.six_cities()
+
+
+def structured_guide(smoke, age, wheeze=None):
+    """The family of nf.guides.StructuredNormal(), as a NumPyro user would write it for the pooled model."""
+    n, d = smoke.shape[0], 5
+    loc = numpyro.param("loc", jnp.zeros(d))
+    log_scale = numpyro.param("log_scale", jnp.full(d, -1.0))
+    tril = numpyro.param("tril", jnp.zeros((d, d)))
+    scale_tril = jnp.exp(log_scale)[:, None] * (jnp.tril(tril, -1) + jnp.eye(d))
+    z = numpyro.sample("z", dist.MultivariateNormal(loc, scale_tril=scale_tril), infer={"is_auxiliary": True})
+    numpyro.sample("beta", dist.Delta(z[:4]).to_event(1))
+    numpyro.sample("omega", dist.Delta(z[4]))
+    b_loc = numpyro.param("b_loc", jnp.zeros(n))
+    b_log_scale = numpyro.param("b_log_scale", jnp.zeros(n))
+    coupling = numpyro.param("coupling", jnp.zeros((n, d)))
+    with numpyro.plate("children", n):
+        numpyro.sample("b", dist.Normal(b_loc + coupling @ (z - loc), jnp.exp(b_log_scale)))
+
+
+def rows(times):
+    """The children, repeated: more rows of the same kind."""
+    return dict(smoke=np.tile(DATA.smoke, times), wheeze=np.tile(DATA.wheeze, (times, 1)))
+
+
+def pooled(guide, times=1):
+    """NumPyro's SVI, CHUNK steps in one compiled loop. Returns (run, seconds to compile)."""
+    data = {name: jnp.asarray(value) for name, value in (rows(times) | dict(age=DATA.age)).items()}
+    svi = SVI(model, guide, optax.adam(1e-2), Trace_ELBO())
+    state = svi.init(jax.random.PRNGKey(0), **data)
+
+    @jax.jit
+    def steps(state, data, count):
+        def body(i, carry):
+            state, losses = carry
+            state, loss = svi.update(state, **data)
+            return state, losses.at[i].set(loss)
+
+        return jax.lax.fori_loop(0, count, body, (state, jnp.zeros(CHUNK)))
+
+    seconds = timed(lambda: steps(state, data, 1))
+    return lambda: jax.block_until_ready(steps(state, data, CHUNK)), seconds
+
+
+def federated(num_silos, times=1, labels=None):
+    """SFVI with the same family, CHUNK rounds in one compiled loop. Returns (run, seconds to compile)."""
+    data = rows(times)
+    labels = np.arange(len(data["smoke"])) % num_silos if labels is None else labels
+    silos = nf.split(labels, shared=dict(age=DATA.age), **data)
+    method = nf.SFVI(model, guide=nf.guides.StructuredNormal(), optim=optax.adam(1e-2), importance_samples=1)
+    prepared, stack = method.ready(silos)
+    engine, key = nf.engines.Vmap(), jax.random.key(0)
+    server, states = engine.start(prepared.algorithm, key, stack)
+    run = lambda count: engine.rounds(prepared.algorithm, key, stack, server, states, 0, None, count)
+    seconds = timed(lambda: run(1))
+    return lambda: run(CHUNK), seconds
+
+
+def timed(function):
+    began = time.perf_counter()
+    jax.block_until_ready(function())
+    return time.perf_counter() - began
+
+
+def fastest(runs, repeats):
+    """Milliseconds per step: the fastest repeat of each, repeats interleaved so that all meet the same machine."""
+    times = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            times[name].append(timed(run))
+    return {name: min(values) / CHUNK * 1e3 for name, values in times.items()}
+
+
+def total_compile(make):
+    """A fresh compilation, caches cleared."""
+    jax.clear_caches()
+    return make()[1]
+
+
+def main(args):
+    repeats = 3 if args.quick else 30
+    made = {
+        "NumPyro SVI, structured guide": pooled(structured_guide),
+        "NumPyro SVI, AutoNormal": pooled(AutoNormal(model)),
+        "SFVI, 2 silos (300, 237)": federated(2, labels=DATA.silo),
+        "SFVI, 1 silo": federated(1),
+        "SFVI, 10 silos": federated(10),
+        "SFVI, 100 silos": federated(100),
+    }
+    steps = fastest({name: run for name, (run, _) in made.items()}, repeats)
+    base, auto = steps["NumPyro SVI, structured guide"], steps["NumPyro SVI, AutoNormal"]
+    print("(a, b) time per step, 537 children, one draw")
+    print(f"{'':32} {'ms':>8} {'/structured':>12} {'/AutoNormal':>12}")
+    for name, value in steps.items():
+        print(f"{name:32} {value:8.4f} {value / base:12.2f} {value / auto:12.2f}")
+
+    many = {}
+    for times in (1, 4) if args.quick else (1, 4, 16):
+        many[f"SVI {times}"] = pooled(structured_guide, times)
+        many[f"SFVI {times}"] = federated(2, times)
+    grown = fastest({name: run for name, (run, _) in many.items()}, max(repeats // 3, 2))
+    print("\n(b) growth with rows at 2 silos")
+    print(f"{'rows':>8} {'SVI ms':>10} {'SFVI ms':>10} {'SFVI/SVI':>10}")
+    for times in (1, 4) if args.quick else (1, 4, 16):
+        ours, theirs = grown[f"SFVI {times}"], grown[f"SVI {times}"]
+        print(f"{537 * times:8d} {theirs:10.4f} {ours:10.4f} {ours / theirs:10.2f}")
+
+    tries = 1 if args.quick else 3
+    compile_base = min(total_compile(lambda: pooled(structured_guide)) for _ in range(tries))
+    print("\n(c) time to compile a step")
+    print(f"{'':32} {'s':>8} {'/structured':>12}")
+    print(f"{'NumPyro SVI, structured guide':32} {compile_base:8.2f} {1:12.2f}")
+    for name, make in {
+        "NumPyro SVI, AutoNormal": lambda: pooled(AutoNormal(model)),
+        "SFVI, 2 silos": lambda: federated(2, labels=DATA.silo),
+        "SFVI, 100 silos": lambda: federated(100),
+    }.items():
+        seconds = min(total_compile(make) for _ in range(tries))
+        print(f"{name:32} {seconds:8.2f} {seconds / compile_base:12.2f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer repeats and sizes")
+    main(parser.parse_args())

@@ -1,0 +1,10 @@
+"""Sphinx configuration."""
+
+project = "numpyro_fed"
+author = "the numpyro_fed authors"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
+myst_enable_extensions = ["dollarmath"]
+html_theme = "furo"
+exclude_patterns = ["_build"]
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"

@@ -1,0 +1,266 @@
+"""A fit as ArviZ sees it: named dimensions, all silos side by side.
+
+The groups are plain xarray datasets, so the two majors of ArviZ differ in their container alone.
+"""
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpyro import handlers
+
+from numpyro_fed import predict
+from numpyro_fed.forward import ONCE, value_axes
+from numpyro_fed.padding import SiloData
+from numpyro_fed.partition import Site
+from numpyro_fed.split_model import SplitModel, user_mask
+
+if TYPE_CHECKING:
+    from numpyro_fed.fit import Fit
+
+Array = Any
+
+
+def to_arviz(
+    fit: "Fit", key: Array, num_samples: int, local: bool, log_likelihood: bool, posterior_predictive: bool
+) -> Any:
+    """See :meth:`numpyro_fed.fit.Fit.to_arviz`."""
+    for wanted, what in ((log_likelihood, "log likelihoods"), (posterior_predictive, "replicates")):
+        if wanted:
+            fit.need_silos(what)
+    names, sites = fit.state.names, fit.split.partition.sites
+    dims = Dims(fit.split, fit._event_dims)
+    keys = jax.random.split(key, num_samples)
+    observed = [site for site in sites if site.role == "observed" and not site.at_server]
+
+    posterior = {name: dims.of_server(name, value) for name, value in fit.sample(key, num_samples).items()}
+    if local and any(site.role in ("local", "deterministic") and not site.at_server for site in sites):
+        by_silo = {silo: fit.sample_local(key, num_samples, silo=silo) for silo in names}
+        shown = [name for name in by_silo[names[0]] if name not in posterior]
+        posterior |= {name: dims.joined(name, {silo: by_silo[silo][name] for silo in names}) for name in shown}
+    groups = {"posterior": posterior}
+    if posterior_predictive:
+        draws = {silo: predict.own_units(fit, keys, silo) for silo in names}
+        groups["posterior_predictive"] = {
+            site.name: dims.joined(site.name, {silo: draws[silo][site.name] for silo in names}) for site in observed
+        }
+    if fit.silos is not None and observed:
+        data = {silo: _observations(fit, silo) for silo in names}
+        if log_likelihood:
+            logs = {silo: _log_likelihoods(fit, keys, silo) for silo in names}
+            groups["log_likelihood"] = {
+                site.name: dims.densities(
+                    site, {s: logs[s][site.name] for s in names}, {s: data[s][site.name][1] for s in names}
+                )
+                for site in observed
+            }
+        groups["observed_data"] = {
+            site.name: dims.joined(site.name, {s: data[s][site.name][0] for s in names}, sample=False)
+            for site in observed
+        }
+    return container({name: group for name, group in groups.items() if group}, fit.state.method)
+
+
+def container(groups: dict[str, dict[str, Any]], method: str) -> Any:
+    """ArviZ's own: InferenceData before 1.0, xarray's DataTree since."""
+    import arviz
+    import xarray
+
+    attrs = {"inference_library": "numpyro_fed", "inference_method": method}
+    datasets = {name: xarray.Dataset(group, attrs=attrs) for name, group in groups.items()}
+    if arviz.__version__.startswith("0."):
+        return arviz.InferenceData(None, False, **datasets)
+    return xarray.DataTree.from_dict(datasets)
+
+
+# --- what is observed -------------------------------------------------------------------------------------------------
+
+
+def _observations(fit: "Fit", silo: str) -> dict[str, tuple[Array, Array]]:
+    """``{observed site: (its values, which of them count)}``, unpadded."""
+    _, data = fit._data(silo)
+    values, counts = fit._observations(data)
+    values, counts = fit._unpad(values, silo, data), _cut(fit, counts, silo, data)
+    return {name: (values[name], counts[name]) for name in values}
+
+
+def observations(split: SplitModel) -> Any:
+    """``data -> ({observed site: values}, {observed site: which of them the model's mask lets count})``, compiled."""
+
+    def run(data: SiloData) -> tuple[dict[str, Array], dict[str, Array]]:
+        trace = _trace(split, jnp.zeros(split.dim), split.zeros_local(data.mask), split.theta, data)
+        values, counts = {}, {}
+        for name, site in trace.items():
+            shape = np.broadcast_shapes(jnp.shape(site["value"]), site["fn"].shape())
+            mask = user_mask(site["fn"])
+            values[name] = jnp.broadcast_to(site["value"], shape)
+            counts[name] = _within(
+                jnp.ones((), bool) if mask is None else mask, shape[: len(shape) - site["fn"].event_dim]
+            )
+        return values, counts
+
+    return jax.jit(run, compiler_options=ONCE)
+
+
+def _within(mask: Array, batch: tuple[int, ...]) -> Array:
+    """A mask in the shape of the log density; one inside to_event counts where any of the event does."""
+    extra = jnp.ndim(mask) - len(batch)
+    return jnp.any(mask, axis=tuple(range(-extra, 0))) if extra > 0 else jnp.broadcast_to(mask, batch)
+
+
+def _log_likelihoods(fit: "Fit", keys: Array, silo: str) -> dict[str, Array]:
+    mask, data = fit._data(silo)
+    state, _ = fit.state.silo(silo)
+    return _cut(fit, fit._log_likelihoods(keys, fit.state.server, state, mask, data), silo, data)
+
+
+def log_likelihoods(fit: "Fit") -> Any:
+    """``(keys, server, silo, mask, data) -> {observed site: log densities}``, compiled."""
+
+    def one(key: Array, server: Any, state: Any, mask: dict, data: SiloData) -> dict[str, Array]:
+        z, z_local = fit.latents(key, server, state, mask, data)
+        trace = _trace(fit.split, z, z_local, fit.method.theta(server), data)
+        return {name: site["fn"].log_prob(site["value"]) for name, site in trace.items()}
+
+    return jax.jit(jax.vmap(one, in_axes=(0, None, None, None, None)), compiler_options=ONCE)
+
+
+def _trace(split: SplitModel, z: Array, z_local: dict, theta: dict, data: SiloData) -> dict[str, dict]:
+    """The silo's observed sites as the model meets them."""
+    model = split._substituted(split.unravel(z) | split.unpack(z_local, data.mask), theta)
+    trace = handlers.trace(model).get_trace(**split.spec.kwargs(data))
+    return {s.name: trace[s.name] for s in split.partition.sites if s.role == "observed" and not s.at_server}
+
+
+def _cut(fit: "Fit", values: dict[str, Array], silo: str, data: SiloData) -> dict[str, Array]:
+    """Log densities (or masks of them) without padded rows."""
+    lengths = {axis.name: axis.lengths[silo] for axis in fit.split.partition.axes}
+    out = {}
+    for name, value in values.items():
+        for axis, dim in fit.split.partition[name].axes:
+            keep = value.shape[dim] * lengths[axis] // data.mask[axis].shape[-1]
+            value = jax.lax.slice_in_dim(value, 0, keep, axis=value.ndim + dim)
+        out[name] = value
+    return out
+
+
+# --- names of dimensions ----------------------------------------------------------------------------------------------
+
+
+class Labelled(NamedTuple):
+    """One silo's rows beside another's."""
+
+    values: np.ndarray
+    at: int  # which axis, sample axes not counted
+    labels: list[str]
+    silos: list[str]
+
+
+class Dims:
+    """Dimension names of a split model's sites: their plates', or the silo's axis' where there is no plate."""
+
+    def __init__(self, split: SplitModel, events: dict[str, int]) -> None:
+        self.split, self.events = split, events
+        self.taken = {"chain", "draw", "silo", *(site.name for site in split.partition.sites)}
+        self.names: dict[Any, str] = {}
+
+    def _name(self, wanted: str, kind: Any = None) -> str:
+        """A name that is neither a site's nor another dimension's; the same for the same kind of dimension."""
+        if (wanted, kind) not in self.names:
+            name = wanted
+            while name in self.taken:
+                name += "_dim"
+            self.taken.add(name)
+            self.names[wanted, kind] = name
+        return self.names[wanted, kind]
+
+    def _plates(self, site: Site, shape: tuple[int, ...], event: int) -> dict[int, str]:
+        """Plates by their dims, counted from the right; of a deterministic site only if its shape says so."""
+        plates = [(plate, dim - event, size) for plate, dim, size in site.shape.plates]
+        computed = site.role == "deterministic"
+        own = {dim for _, dim in site.value_axes}
+        if computed and any(len(shape) < -dim or (shape[dim] != size and dim not in own) for _, dim, size in plates):
+            return {}
+        return {dim: plate for plate, dim, _ in plates}
+
+    def _event(self, site: Site) -> int:
+        if site.role == "observed":
+            return self.events[site.name]
+        return 0 if site.shape.log_prob is None else len(site.shape.value) - len(site.shape.log_prob)
+
+    def of_server(self, name: str, value: Array) -> Any:
+        """Draws of a global site."""
+        site = self.split.partition[name]
+        value = np.asarray(value)
+        plates = self._plates(site, value.shape[1:], self._event(site))
+        return self._array(name, value, {dim: self._name(plate) for dim, plate in plates.items()}, {})
+
+    def joined(self, name: str, by_silo: Mapping[str, Array], sample: bool = True) -> Any:
+        """Values of a silo's site, all silos' rows in one dimension, or one entry a silo."""
+        site = self.split.partition[name]
+        return self._joined(site, value_axes(site, self.events), self._event(site), by_silo, sample)
+
+    def densities(self, site: Site, by_silo: Mapping[str, Array], counts: Mapping[str, Array]) -> Any:
+        """Log densities of an observed site, without the rows that the model's mask leaves out."""
+        found = self._joined(site, site.axes, 0, by_silo, True)
+        if not site.axes or all(bool(np.all(one)) for one in counts.values()):
+            return found
+        keep = self._joined(site, site.axes, 0, counts, False)
+        rows = next(str(dim) for dim in found.dims if f"{dim}_silo" in found.coords)
+        keep = keep.any([dim for dim in keep.dims if dim != rows]).values
+        name = self._name(f"{site.name}_{rows}")  # another length, another dimension
+        return found.isel({rows: np.flatnonzero(keep)}).rename({rows: name, f"{rows}_silo": f"{name}_silo"})
+
+    def _joined(
+        self, site: Site, along: tuple[tuple[str, int], ...], event: int, by_silo: Mapping[str, Array], sample: bool
+    ) -> Any:
+        arrays = {silo: np.asarray(value) for silo, value in by_silo.items()}
+        first, lead = next(iter(arrays)), int(sample)
+        shape = arrays[first].shape[lead:]
+        plates = self._plates(site, shape, event)
+        own = [dim for _, dim in along]
+        named = {dim: self._name(plate) for dim, plate in plates.items() if dim not in own}
+        if not along:
+            values = np.stack(list(arrays.values()), axis=lead)
+            return self._array(site.name, values, named | {-len(shape) - 1: "silo"}, {"silo": list(arrays)}, sample)
+        lengths = {axis.name: axis.lengths[first] for axis in self.split.partition.axes}
+        rows = "_".join(self._name(plates.get(dim, axis), Fraction(shape[dim], lengths[axis])) for axis, dim in along)
+        if len(along) > 1:  # crossed axes become the first, and the others move together
+            rows = self._name(rows, "crossed")
+            others = [dim for dim in range(-len(shape), 0) if dim not in own]
+            named = {i - len(others): named[dim] for i, dim in enumerate(others) if dim in named}
+        found = [_rows(silo, value, tuple(own), lead) for silo, value in arrays.items()]
+        values = np.concatenate([one.values for one in found], axis=found[0].at + lead)
+        coords = {
+            rows: [label for one in found for label in one.labels],
+            f"{rows}_silo": (rows, [silo for one in found for silo in one.silos]),
+        }
+        return self._array(site.name, values, {**named, found[0].at - values.ndim + lead: rows}, coords, sample)
+
+    def _array(
+        self, name: str, values: np.ndarray, named: dict[int, str], coords: dict[str, Any], sample: bool = True
+    ) -> Any:
+        import xarray
+
+        rank = values.ndim - int(sample)
+        dims = [named.get(i - rank, f"{name}_dim_{i}") for i in range(rank)]
+        if sample:
+            values, dims = values[None], ["chain", "draw", *dims]
+        index = {dim: np.arange(n) for dim, n in zip(dims, values.shape, strict=True) if dim not in coords}
+        return xarray.DataArray(values, dims=dims, coords={**index, **coords}, name=name)
+
+
+def _rows(silo: str, value: np.ndarray, along: tuple[int, ...], lead: int) -> Labelled:
+    """One silo's values with its own axes made one, and a label for each row."""
+    if len(along) == 1:
+        at = value.ndim + along[0]
+        labels = [f"{silo}[{i}]" for i in range(value.shape[at])]
+        return Labelled(value, at - lead, labels, [silo] * len(labels))
+    sizes = tuple(value.shape[dim] for dim in along)
+    value = np.moveaxis(value, along, range(lead, lead + len(along)))
+    value = value.reshape(value.shape[:lead] + (int(np.prod(sizes)),) + value.shape[lead + len(along) :])
+    labels = [f"{silo}[{', '.join(map(str, index))}]" for index in np.ndindex(*sizes)]
+    return Labelled(value, 0, labels, [silo] * len(labels))

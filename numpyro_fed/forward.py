@@ -1,0 +1,115 @@
+"""The model run forward: given latents are held, everything else is drawn, observations too."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from numpyro import handlers
+from numpyro.distributions import Unit
+from numpyro.infer.util import _unconstrain_reparam
+
+from numpyro_fed.partition import Site
+from numpyro_fed.split_model import SplitModel
+from numpyro_fed.tracing import unwrapped
+
+Array = Any
+ONCE = {"xla_backend_optimization_level": 1}  # programs that run a few times: half the time to compile, as fast to run
+
+
+class Call(NamedTuple):
+    """What a compiled prediction is specialised on: the ints among the arguments, and which locals are held."""
+
+    ints: tuple[int | None, ...]  # None where an array stands
+    structure: Any
+    held: tuple[str, ...]  # local sites whose draws are the silo's
+    lengths: tuple[tuple[str, int], ...]  # axes of these, without padding
+
+
+def predictor(method: Any, split: SplitModel) -> Callable[..., dict[str, Array]]:
+    """``(keys, server, silo, mask, arrays, call) -> {site: draws}``, compiled."""
+
+    def one(key: Array, server: Any, state: Any, mask: Any, arrays: tuple, call: Call) -> dict[str, Array]:
+        z = method.sample_global(split, server, key)
+        values = split.unravel(z)
+        if call.held:
+            z_local = method.sample_local(split, server, state, jax.random.fold_in(key, 1), z, mask)
+            lengths = dict(call.lengths)
+            z_local = split.unpadded_local(z_local, lengths, {axis: rows.shape[-1] for axis, rows in mask.items()})
+            local = split.unpack(z_local, {axis: jnp.ones(n, bool) for axis, n in lengths.items()})
+            values |= {name: local[name] for name in call.held}
+        found = iter(arrays)
+        flat = [next(found) if value is None else value for value in call.ints]
+        kwargs = jax.tree.unflatten(call.structure, flat)
+        return forward(split, values, method.theta(server), kwargs, jax.random.fold_in(key, 2))
+
+    def all_(keys: Array, server: Any, state: Any, mask: Any, arrays: tuple, call: Call) -> dict[str, Array]:
+        return jax.vmap(lambda key: one(key, server, state, mask, arrays, call))(keys)
+
+    return jax.jit(all_, static_argnums=5, compiler_options=ONCE)
+
+
+def forward(split: SplitModel, values: dict, theta: dict, kwargs: dict, key: Array) -> dict[str, Array]:
+    """One run of the model: latents in ``values`` (unconstrained) are held, everything else is drawn."""
+    trace = _forward_trace(split, values, theta, kwargs, key)
+    shown = [site for site in split.partition.sites if site.role in ("observed", "deterministic")]
+    return {site.name: trace[site.name]["value"] for site in shown}
+
+
+def _forward_trace(split: SplitModel, values: dict, theta: dict, kwargs: dict, key: Array) -> dict[str, dict]:
+    model = handlers.condition(split.model, condition_fn=_forget)
+    params = split.constrain_theta(theta) | split.constants
+    model = handlers.substitute(model, data=params) if params else model
+    model = handlers.substitute(model, substitute_fn=partial(_unconstrain_reparam, values))
+    return handlers.trace(handlers.seed(model, key)).get_trace(**kwargs)
+
+
+def _forget(site: dict) -> None:
+    """Take an observation away, so that the site is drawn. A condition_fn, since those reach inside NumPyro's scan."""
+    fn, value = site["fn"], site["value"]
+    if not site["is_observed"] or value is None or isinstance(unwrapped(fn), Unit):
+        return
+    if not site["kwargs"].get("sample_shape"):  # rows that share a distribution are drawn one by one
+        shape = np.broadcast_shapes(jnp.shape(value), fn.shape())
+        batch = shape[: len(shape) - fn.event_dim]
+        site["fn"] = fn if batch == fn.batch_shape else fn.expand(batch)
+    site["value"], site["is_observed"] = None, False
+    if site["kwargs"]["rng_key"] is None:
+        site["kwargs"]["rng_key"] = numpyro.prng_key()
+
+
+def event_dims(split: SplitModel) -> dict[str, int]:
+    """Of the observed sites: how many of a value's last axes one log density covers."""
+    found: dict[str, int] = {}
+
+    def run() -> int:
+        kwargs = split.spec.kwargs(split.spec.dummy()._replace(shared=split.shared))
+        trace = _forward_trace(split, split.unravel(jnp.zeros(split.dim)), split.theta, kwargs, jax.random.key(0))
+        found.update({s.name: trace[s.name]["fn"].event_dim for s in split.partition.sites if s.role == "observed"})
+        return 0
+
+    jax.eval_shape(run)
+    return found
+
+
+def value_axes(site: Site, events: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """The own axes of a site's value, when drawn (an observed constant would have none)."""
+    if site.role != "observed":
+        return site.value_axes
+    return tuple((axis, dim - events[site.name]) for axis, dim in site.axes)
+
+
+def call_of(kwargs: dict[str, Any], held: tuple[str, ...], lengths: dict[str, int]) -> tuple[Call, tuple]:
+    flat, structure = jax.tree.flatten(kwargs)
+    ints = tuple(leaf if isinstance(leaf, int) else None for leaf in flat)
+    own = tuple(sorted(lengths.items())) if held else ()
+    return Call(ints, structure, held, own), tuple(leaf for leaf in flat if not isinstance(leaf, int))
+
+
+def unit_axes(split: SplitModel) -> set[str]:
+    """The own axes along which data are observed; the others hold groups of units."""
+    observed = [site for site in split.partition.sites if site.role in ("observed", "factor")]
+    return {axis for site in observed for axis, _ in (*site.axes, *site.value_axes)}

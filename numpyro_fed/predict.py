@@ -1,0 +1,68 @@
+r"""Predictions: the model run forward on joint draws of the posterior.
+
+Globals always come from :math:`q(z_G)`. Whether a local latent comes from its silo's :math:`q(z_L \mid z_G)` or from
+its prior :math:`p(z_L \mid z_G)` depends on whose it is: the units of a silo have their own posterior, new units of it
+know only what its other units taught about the silo, and a new silo knows the globals alone. Observed sites are always
+drawn, never held; ``numpyro.factor`` weighs no draw.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from numpyro_fed.arguments import arguments
+from numpyro_fed.forward import call_of, unit_axes
+from numpyro_fed.split_model import SplitModel
+
+if TYPE_CHECKING:
+    from numpyro_fed.fit import Fit
+
+Array = Any
+
+
+def predict(fit: "Fit", keys: Array, data: Mapping[str, Any] | None, silo: str | None) -> dict[str, Array]:
+    """See :meth:`numpyro_fed.fit.Fit.predict`."""
+    if data is None and silo is None:
+        raise TypeError(
+            "predict needs data, a silo, or both: predict(key, silo='york') for york's own units, predict(key, data, "
+            "silo='york') for new units in it, predict(key, data) for a new silo"
+        )
+    if data is None:
+        return own_units(fit, keys, str(silo))
+    split = fit.split
+    state = mask = None
+    lengths: dict[str, int] = {}
+    if silo is not None:
+        state, b = fit.state.silo(silo)
+        lengths = {axis.name: axis.lengths[silo] for axis in split.partition.axes}
+        mask = {axis: jnp.arange(n) < lengths[axis] for axis, n in fit.padded[b].items()}
+    own = {} if silo is None else fit.any_silos.own(silo)
+    if fit.silos is None:  # then only the ints are real
+        own = {name: value for name, value in own.items() if isinstance(value, int)}
+    kwargs, new = arguments(split, fit._used_arguments, data, own, silo or "new")
+    held = held_sites(split, lengths, new) if silo is not None else ()
+    call, arrays = call_of(kwargs, held, lengths)
+    return fit._predictor(keys, fit.state.server, state, mask, arrays, call)
+
+
+def own_units(fit: "Fit", keys: Array, silo: str) -> dict[str, Array]:
+    """Replicates of a silo's own data."""
+    state, _ = fit.state.silo(silo)
+    fit.need_silos(f"predictions for the units of {silo!r}")
+    mask, data = fit._data(silo)
+    lengths = {axis: rows.shape[-1] for axis, rows in data.mask.items()}
+    call, arrays = call_of(fit.split.spec.kwargs(data), fit.split.partition.local_sites, lengths)
+    draws = fit._predictor(keys, fit.state.server, state, mask, arrays, call)
+    return fit._unpad(draws, silo, data)
+
+
+def held_sites(split: SplitModel, own: dict[str, int], new: dict[str, int]) -> tuple[str, ...]:
+    """Local sites that new units of a silo share with its own: the silo's, and those of unchanged groups."""
+    units = unit_axes(split)
+    same = {axis for axis in own if axis not in units and new.get(axis) == own[axis]}
+    return tuple(
+        site.name
+        for site in split.partition.sites
+        if site.role == "local" and {axis for axis, _ in (*site.axes, *site.value_axes)} <= same
+    )
