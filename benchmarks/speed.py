@@ -1,7 +1,7 @@
 """How fast is SFVI, against NumPyro's own pooled variational inference?
 
 Everything is measured in one process, warm, as the fastest of several interleaved repeats, and printed as ratios: on a
-busy machine times are noise, ratios less so. The model is the six-cities mixed model with one draw per round. The pooled
+busy machine times are noise, ratios less so. The model is the six-cities mixed model, one draw per round. The pooled
 competitors are NumPyro's ``SVI`` with the same structured family written as an ordinary guide, and with ``AutoNormal``.
 
 Run it with ``make bench``, or ``python -m benchmarks.speed --quick``.

@@ -89,7 +89,7 @@ def fixed(cohorts: Sequence[Sequence[str]]) -> Fixed:
 
 
 def as_schedule(schedule: Any) -> Schedule:
-    known = {None: Synchronous(), "synchronous": Synchronous(), "sequential": Sequential()}
+    known: dict[str | None, Schedule] = {None: Synchronous(), "synchronous": Synchronous(), "sequential": Sequential()}
     if schedule is None or isinstance(schedule, str):
         if schedule not in known:
             raise ValueError(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
@@ -25,12 +26,7 @@ from numpyro_fed.keys import check_key
 from numpyro_fed.padding import shared_arrays, stack
 from numpyro_fed.schedules import as_schedule
 from numpyro_fed.silos import Silos, leaves
-from numpyro_fed.split_model import SplitModel, split_model
-
-try:
-    from numpyro_fed.split_model import check_support
-except ImportError:
-    check_support = lambda *a: None
+from numpyro_fed.split_model import SplitModel, check_support, split_model
 from numpyro_fed.tracing import Model, digest
 
 COHORTS = digest("\0cohorts")
@@ -62,14 +58,12 @@ class Method:
 
     model: Model
     default_rounds: ClassVar[int] = 1000
-    local: ClassVar[Any]
-    shared: ClassVar[Any]
 
     def __post_init__(self) -> None:
         if not callable(self.model):
             raise TypeError(f"model must be a NumPyro model (a function), got a {type(self.model).__name__}")
         for name in ("local", "shared"):
-            value = getattr(self, name)
+            value = getattr(self, name, None)
             if value is not None:  # hashable, so that a method can be a key
                 object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
 
@@ -96,7 +90,7 @@ class Method:
             prepared = _prepared[key]
             check_support(prepared.split, silos)
             return prepared, _stack(prepared.split, silos)
-        split = split_model(self.model, silos, self.local, self.shared)
+        split = split_model(self.model, silos, getattr(self, "local", None), getattr(self, "shared", None))
         stacked = _stack(split, silos)
         prepared = self.prepare(split, stacked)
         _prepared[key] = prepared
@@ -169,7 +163,7 @@ def _signature(silos: Silos) -> Any:
         (p, leaf) if isinstance(leaf, int) else (p, leaf.shape, str(leaf.dtype), leaf.tobytes())
         for p, leaf in leaves(silos.shared)
     )
-    return own, shared, silos.own_counts, bool(jax.config.jax_enable_x64)
+    return own, shared, silos.own_counts, str(jnp.zeros(()).dtype)
 
 
 class _Runner:
@@ -254,7 +248,8 @@ class _Runner:
                     f"init_state was made with other settings or silos of other sizes (an array of shape {got.shape} "
                     f"where {expected.shape} is needed): use the method and silos it came from"
                 )
-        if jax.tree.structure((init_state.server, states)) != jax.tree.structure(shapes):
+        got, expected = (jax.tree.structure(tree) for tree in ((init_state.server, states), shapes))
+        if got != expected:  # type: ignore[operator]
             raise ValueError("init_state was made with other settings (guide, optimiser): use the method it came from")
         server, states = self.method.with_rounds(init_state.server, states, num_rounds)
         return server, states, init_state.round

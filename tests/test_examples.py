@@ -1,0 +1,20 @@
+"""Examples and benchmarks run, with tiny settings."""
+
+import warnings
+
+import pytest
+
+from examples import six_cities
+
+
+@pytest.mark.slow
+def test_six_cities_demo(tmp_path, capsys):
+    args = ["--num-rounds", "30", "--importance-samples", "2", "--num-warmup", "20", "--num-samples", "20"]
+    settings = six_cities.parser().parse_args([*args, "--num-chains", "1", "--out", str(tmp_path)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so short a chain has not converged, and says so
+        comparison = six_cities.main(settings)
+    printed = capsys.readouterr().out
+    assert set(comparison.table["parameter"]) == {"beta[0]", "beta[1]", "beta[2]", "beta[3]", "omega"}
+    assert "children" in printed and "b " in printed and f"figure: {tmp_path / 'six_cities.png'}" in printed
+    assert (tmp_path / "six_cities.png").stat().st_size > 10_000
