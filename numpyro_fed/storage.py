@@ -45,14 +45,14 @@ def save(fit: Fit, path: str | Path) -> Path:
         "sites": _sites(fit.split.partition),
         "silos": {name: encode(silos.own(name), _shape_leaf) for name in silos.names},
         "own_counts": sorted(silos.own_counts),
-        "shared": encode(silos.shared, _kept(arrays)),
+        "shared": encode(silos.shared, keep_in(arrays)),
         "names": fit.state.names,
         "buckets": fit.state.buckets,
         "padded": fit.padded,
         "round": fit.state.round,
         "seconds": fit.seconds,
-        "state": encode((fit.state.server, fit.state.silos), _kept(arrays)),
-        "history": encode(fit.history, _kept(arrays)),
+        "state": encode((fit.state.server, fit.state.silos), keep_in(arrays)),
+        "history": encode(fit.history, keep_in(arrays)),
     }
     path = Path(path)
     path = path if path.suffix == ".npz" else path.with_name(path.name + ".npz")
@@ -90,15 +90,15 @@ def load(path: str | Path, method: Any, silos: Silos | None = None) -> Fit:
         if saved != now:
             hint = f": call numpyro.enable_x64({header['x64']}) first" if what == "precision" else ""
             raise ValueError(f"{path} has another {what}: {saved} in the file, {now} now{hint}")
-    shapes = _zeros(header, decode(header["shared"], _read_leaf(arrays)))
+    shapes = _zeros(header, decode(header["shared"], read_from(arrays)))
     if silos is not None:
         _check_silos(path, shapes, silos)
     part = _partition(path, method, header["sites"], shapes)
     split = from_spec(method.model, part, call_spec(shapes, part), shared_arrays(shapes))
-    server, states = decode(header["state"], _read_leaf(arrays))
+    server, states = decode(header["state"], read_from(arrays))
     names = tuple(header["names"])
     state = State(header["method"], names, tuple(map(tuple, header["buckets"])), server, states, header["round"])
-    history = {name: np.asarray(rows) for name, rows in decode(header["history"], _read_leaf(arrays)).items()}
+    history = {name: np.asarray(rows) for name, rows in decode(header["history"], read_from(arrays)).items()}
     return Fit(method, split, state, history, header["seconds"], tuple(header["padded"]), silos, shapes)
 
 
@@ -254,7 +254,7 @@ def _named(kind: str, fields: list[str]) -> Any:
     return namedtuple(name.split(".")[-1], fields)
 
 
-def _kept(arrays: dict[str, np.ndarray]) -> Callable[[Any], dict[str, Any]]:
+def keep_in(arrays: dict[str, np.ndarray]) -> Callable[[Any], dict[str, Any]]:
     """Puts a leaf into ``arrays`` and tells where."""
 
     def keep(leaf: Any) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _kept(arrays: dict[str, np.ndarray]) -> Callable[[Any], dict[str, Any]]:
     return keep
 
 
-def _read_leaf(arrays: dict[str, np.ndarray]) -> Callable[[dict[str, Any]], Any]:
+def read_from(arrays: dict[str, np.ndarray]) -> Callable[[dict[str, Any]], Any]:
     def read(note: dict[str, Any]) -> Any:
         array = arrays[note["array"]]
         if str(array.dtype) != note["dtype"]:  # bfloat16 and its like are bytes to NumPy

@@ -1,0 +1,62 @@
+"""Fits whose posterior is given, not found: what a Fit does with a posterior can be checked in closed form."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.fit import Fit, State
+from numpyro_fed.padding import stack
+from numpyro_fed.silos import Silos
+from numpyro_fed.split_model import SplitModel, split_model
+
+
+@dataclass(frozen=True)
+class Given:
+    """A method that has found independent normals over z_G and z_L, the latter shifted by the first global."""
+
+    model: Any
+    local: Any = None
+    shared: Any = None
+
+    def theta(self, server: dict) -> dict[str, Any]:
+        return server["theta"]
+
+    def sample_global(self, split: SplitModel, server: dict, key: Any) -> Any:
+        return server["loc"] + server["scale"] * jax.random.normal(key, (split.dim,))
+
+    def sample_local(self, split: SplitModel, server: dict, silo: dict, key: Any, z: Any, mask: dict) -> dict:
+        noise = lambda group, value: jax.random.normal(jax.random.fold_in(key, len(group)), value.shape)
+        shift = z[0] if split.dim else 0.0
+        return {
+            group: silo["loc"][group] + silo["coupling"] * shift + silo["scale"] * noise(group, silo["loc"][group])
+            for group in silo["loc"]
+        }
+
+
+def given_fit(
+    model: Any, silos: Silos, *, loc: Any = 0.0, scale: float = 1.0, silo: dict[str, Any] | None = None, **options: Any
+) -> Fit:
+    """A Fit with z_G ~ N(loc, scale^2); ``silo`` has ``loc`` (one for each row), ``scale`` and ``coupling`` of z_L."""
+    method = Given(model, **options)
+    split = split_model(model, silos, check=False, **options)
+    buckets = stack(silos, split.spec, split.partition.axes)
+    local = {"loc": 0.0, "scale": 0.5, "coupling": 0.0} | (silo or {})
+    states = []
+    for bucket in buckets:
+        number = len(bucket.names)
+        zeros = jax.vmap(split.zeros_local)(bucket.mask)
+        states.append(
+            {
+                "loc": jax.tree.map(lambda value: value + jnp.asarray(local["loc"]), zeros),
+                "scale": jnp.full(number, local["scale"]),
+                "coupling": jnp.full(number, local["coupling"]),
+            }
+        )
+    server = {"loc": jnp.full(split.dim, loc), "scale": jnp.asarray(scale), "theta": split.theta}
+    state = State("Given", silos.names, tuple(bucket.names for bucket in buckets), server, tuple(states), 3)
+    history = {"loss": np.array([3.0, 2.0, 1.0]), "bytes_up": np.full(3, 1000)}
+    padded = tuple({axis: rows.shape[-1] for axis, rows in bucket.mask.items()} for bucket in buckets)
+    return Fit(method, split, state, history, 0.1, padded, silos)
