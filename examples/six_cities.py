@@ -72,7 +72,7 @@ def parser():
     parser.add_argument("--num-rounds", type=int, default=3000)
     parser.add_argument("--importance-samples", type=int, default=30, help="draws of each child's intercept per round")
     parser.add_argument("--num-warmup", type=int, default=500)
-    parser.add_argument("--num-samples", type=int, default=1000)
+    parser.add_argument("--num-samples", type=int, default=2000)
     parser.add_argument("--num-chains", type=int, default=4)
     parser.add_argument("--out", default="out", help="folder for the figure")
     return parser

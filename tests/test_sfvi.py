@@ -291,6 +291,32 @@ def test_resuming_goes_on():
     close(again.state.server, whole.state.server, rtol=1e-6, atol=1e-7)
 
 
+def test_a_fit_starts_another_method():
+    """Other draws, guide and optimiser: the posterior found is the start, and the round counter begins anew."""
+    silos = normal_silos(3)
+    first = nf.SFVI(groups).run(jax.random.key(0), silos, 2000, progress_bar=False)
+    guide = nf.guides.StructuredNormal(global_cov="diagonal", coupling=False)
+    method = nf.SFVI(groups, guide=guide, importance_samples=1, optim=optax.sgd(1e-6))
+    second = method.run(jax.random.key(1), silos, 1, init_state=first, progress_bar=False)
+    assert second.state.round == 1 and not second.history["start"].any()
+    mean = lambda fit: fit.method.family.mean_global(fit.state.server.params, fit.state.server.base)
+    np.testing.assert_allclose(mean(first), mean(second), rtol=1e-4)
+    with pytest.raises(ValueError, match="init_state is of another model or data"):
+        other = nf.Silos({name: dict(y=np.ones(50, "f")) for name in silos.names})
+        method.run(jax.random.key(1), other, 1, init_state=first, progress_bar=False)
+
+
+def test_memory_does_not_grow_with_rounds():
+    silos = normal_silos(3)
+    method = nf.SFVI(groups)
+    fit = method.run(jax.random.key(0), silos, 600, progress_bar=False)
+    held = lambda: sum(array.nbytes for array in jax.live_arrays())
+    before = held()
+    again = method.run(jax.random.key(0), silos, 6000, init_state=fit.state, progress_bar=False)
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves((f.state.server, f.state.silos))) for f in (fit, again)]
+    assert sizes[0] == sizes[1] and held() - before < 2 * sizes[0] + 1_000_000
+
+
 def test_interrupt_returns_the_fit_so_far(capsys):
     class Impatient(Vmap):
         def rounds(self, algorithm, key, stack, server, silos, first, cohorts, count):

@@ -72,8 +72,8 @@ class Method:
     def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
         raise NotImplementedError
 
-    def adopt(self, split: SplitModel, server: Any, silos: tuple, found: Any) -> tuple[Any, tuple]:
-        """States that start where mode finding ended."""
+    def adopt(self, split: SplitModel, server: Any, silos: tuple, found: start.Found) -> tuple[Any, tuple]:
+        """States that start from what mode finding or another fit found."""
         raise NotImplementedError
 
     def with_rounds(self, server: Any, silos: tuple, num_rounds: int) -> tuple[Any, tuple]:
@@ -144,6 +144,15 @@ class Method:
         return runner.rounds(server, states, first, int(num_rounds), schedule)
 
 
+def _check_shapes(got: Any, expected: Any, problem: str) -> None:
+    """Both have the same structure and shapes, or an error that shows the first difference."""
+    if jax.tree.structure(got) != jax.tree.structure(expected):  # type: ignore[operator]
+        raise ValueError(f"{problem} (guide and optimiser must be the same to go on)")
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        if a.shape != b.shape:
+            raise ValueError(f"{problem} (an array of shape {a.shape} where {b.shape} is needed)")
+
+
 def _stack(split: SplitModel, silos: Silos) -> Stack:
     return Stack(silos.names, tuple(stack(silos, split.spec, split.partition.axes)), shared_arrays(silos))
 
@@ -210,7 +219,7 @@ class _Runner:
                     break
         if not np.isfinite(float(server.value)):
             self._raise_non_finite(algorithm, key, server, states, done, None)
-        return server, states
+        return start.found(self.prepared.split, server, states)
 
     def _traffic(self, algorithm: FederatedAlgorithm, server: Any, states: tuple) -> Any:
         name = self.stack.buckets[0].names[0]
@@ -224,35 +233,38 @@ class _Runner:
         self.history.append(rows)
 
     def resume(self, init_state: Any, num_rounds: int) -> tuple[Any, tuple, int]:
-        if isinstance(init_state, Fit):
-            init_state = init_state.state
-        if not isinstance(init_state, State):
+        given = init_state.state if isinstance(init_state, Fit) else init_state
+        if not isinstance(given, State):
             raise TypeError(f"init_state must be a fit.state or a Fit, got a {type(init_state).__name__}")
-        if set(init_state.names) != set(self.stack.names):
-            gone = sorted(set(init_state.names) - set(self.stack.names))
-            new = sorted(set(self.stack.names) - set(init_state.names))
-            raise ValueError(
-                "init_state has other silos: "
-                + "; ".join(
-                    [f"missing now: {', '.join(gone)}"] * bool(gone)
-                    + [f"not in the state: {', '.join(new)}"] * bool(new)
-                )
+        if set(given.names) != set(self.stack.names):
+            gone = sorted(set(given.names) - set(self.stack.names))
+            new = sorted(set(self.stack.names) - set(given.names))
+            told = [f"missing now: {', '.join(gone)}"] * bool(gone) + [f"not in the state: {', '.join(new)}"] * bool(
+                new
             )
-        if init_state.method != type(self.method).__name__:
-            raise ValueError(f"init_state is of {init_state.method}, this is {type(self.method).__name__}")
+            raise ValueError(f"init_state has other silos: {'; '.join(told)}")
+        split, states = self.prepared.split, given.arranged(self.stack)
+        if isinstance(init_state, Fit):  # a start, whatever the method and its settings
+            found = init_state.method.found(init_state.split, given.server, states)
+            fresh, silos = self.engine.start(self.prepared.algorithm, self.key, self.stack)
+            _check_shapes((found.loc, found.local), self._start_shapes(split), "init_state is of another model or data")
+            server, states = self.method.adopt(split, fresh, silos, found)
+            return (*self.method.with_rounds(server, states, num_rounds), 0)
+        if given.method != type(self.method).__name__:
+            raise ValueError(
+                f"init_state is of {given.method}, this is {type(self.method).__name__}: pass the Fit itself to start "
+                "from it"
+            )
         shapes = jax.eval_shape(lambda: self.engine.start(self.prepared.algorithm, self.key, self.stack))
-        states = init_state.arranged(self.stack)
-        for got, expected in zip(jax.tree.leaves((init_state.server, states)), jax.tree.leaves(shapes), strict=False):
-            if got.shape != expected.shape:
-                raise ValueError(
-                    f"init_state was made with other settings or silos of other sizes (an array of shape {got.shape} "
-                    f"where {expected.shape} is needed): use the method and silos it came from"
-                )
-        got, expected = (jax.tree.structure(tree) for tree in ((init_state.server, states), shapes))
-        if got != expected:  # type: ignore[operator]
-            raise ValueError("init_state was made with other settings (guide, optimiser): use the method it came from")
-        server, states = self.method.with_rounds(init_state.server, states, num_rounds)
-        return server, states, init_state.round
+        hint = "init_state was made with other settings or data; pass the Fit itself to start from it"
+        _check_shapes((given.server, states), shapes, hint)
+        return (*self.method.with_rounds(given.server, states, num_rounds), given.round)
+
+    def _start_shapes(self, split: SplitModel) -> Any:
+        """The shapes of a start: the globals, and each bucket's locals."""
+        mode = start.newton_start(split)
+        local = jax.eval_shape(lambda: Vmap().start(mode, self.key, self.stack)[1])
+        return jax.ShapeDtypeStruct((split.dim,), jnp.zeros(()).dtype), local
 
     def rounds(self, server: Any, states: tuple, first: int, num_rounds: int, schedule: Any) -> Fit:
         algorithm, names = self.prepared.algorithm, self.stack.names

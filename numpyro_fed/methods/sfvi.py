@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
 from numpyro_fed import start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
@@ -251,25 +250,47 @@ class SFVI(Method):
 
         return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step)
 
-    def adopt(self, split: SplitModel, server: ServerState, silos: tuple, found: Any) -> tuple[ServerState, tuple]:
-        """The states of a run that starts where mode finding has ended."""
-        guide, d = self.family, split.dim
+    def adopt(
+        self, split: SplitModel, server: ServerState, silos: tuple, found: start.Found
+    ) -> tuple[ServerState, tuple]:
+        """The states of a run that starts from ``found``."""
+        guide = self.family
         optim = check_optim(self.optim)
         silo_optim = optim if self.silo_optim is None else check_optim(self.silo_optim)
-        mode, local = found
-        dtype = server.base.loc.dtype
-        x, chol, sd = (jnp.asarray(value, dtype) for value in start.summary(mode, d))
-        unravel = ravel_pytree(split.theta)[1]
+        params, base = guide.init_global(found.loc, found.chol, found.sd)
         theta = jax.tree.map(jnp.zeros_like, split.theta)
-        params, base = guide.init_global(x[:d], chol, sd[:d])
-        server = ServerState(params, theta, base, (unravel(x[d:]), unravel(sd[d:])), optim.init((params, theta)))
-        unit = jnp.sqrt(jnp.sum(chol**2, axis=1))
+        server = ServerState(params, theta, base, (found.theta, found.theta_sd), optim.init((params, theta)))
+        unit = found.sd if found.chol is None else jnp.sqrt(jnp.sum(found.chol**2, axis=1))
 
         def begin(state: SiloState, mode: start.SiloState) -> SiloState:
             params, base = guide.init_local(split.groups, mode.loc, mode.scale, mode.coupling, unit, state.base.valid)
             return state._replace(params=params, base=base, opt_state=silo_optim.init(params))
 
-        return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, local, strict=True))
+        return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, found.local, strict=True))
+
+    def found(self, split: SplitModel, server: ServerState, silos: tuple) -> start.Found:
+        """A fit of this method as the start of another run."""
+        guide = self.family
+        loc = guide.mean_global(server.params, server.base)
+        if guide.global_cov == "diagonal":
+            chol, sd = None, server.base.scale * jnp.exp(server.params["log_scale"])
+        else:
+            covariance = np.asarray(guide.covariance(server.params, server.base), np.float64)
+            chol = jnp.asarray(np.linalg.cholesky(covariance), loc.dtype)
+            sd = jnp.asarray(1 / np.sqrt(np.diagonal(np.linalg.inv(covariance))), loc.dtype)
+
+        def local(state: SiloState) -> start.SiloState:
+            loc, scale, coupling = {}, {}, {}
+            for g in split.groups:
+                own, base = state.params[g.name], state.base.scale[g.name]
+                loc[g.name] = state.base.loc[g.name] + base * own["loc"]
+                scale[g.name] = base * jnp.exp(own["log_scale"])
+                zero = jnp.zeros((*base.shape, split.dim))
+                coupling[g.name] = base[..., None] * own["coupling"] / state.base.unit if "coupling" in own else zero
+            return start.SiloState(loc, scale, coupling)
+
+        states = tuple(jax.vmap(local)(state) for state in silos)
+        return start.Found(loc, chol, sd, self.theta(server), server.theta_base[1], states)
 
     def with_rounds(self, server: ServerState, silos: tuple, num_rounds: int) -> tuple[ServerState, tuple]:
         server = server._replace(opt_state=with_horizon(server.opt_state, num_rounds))
