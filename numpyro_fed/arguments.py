@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpyro.ops.provenance import eval_provenance
 
 from numpyro_fed.forward import forward, unit_axes
 from numpyro_fed.padding import Leaf
 from numpyro_fed.silos import Silos, leaves
 from numpyro_fed.split_model import SplitModel
-from numpyro_fed.tracing import trace_silo
+from numpyro_fed.tracing import provenance, trace_silo
 
 Array = Any
 
@@ -30,7 +29,7 @@ def used_arguments(split: SplitModel) -> frozenset[str]:
         return forward(split, values, split.theta, jax.tree.unflatten(structure, full), jax.random.key(0))
 
     arrays = {path: leaf for path, leaf in zip(paths, flat, strict=True) if not isinstance(leaf, int)}
-    found = eval_provenance(run, **arrays)
+    found = provenance(run, arrays)
     return frozenset().union(*jax.tree.leaves(found, is_leaf=lambda node: isinstance(node, frozenset)))
 
 

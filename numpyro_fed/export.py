@@ -17,6 +17,7 @@ from numpyro_fed.forward import ONCE, value_axes
 from numpyro_fed.padding import SiloData
 from numpyro_fed.partition import Site
 from numpyro_fed.split_model import SplitModel, user_mask
+from numpyro_fed.tracing import digest
 
 if TYPE_CHECKING:
     from numpyro_fed.fit import Fit
@@ -73,6 +74,16 @@ def container(groups: dict[str, dict[str, Any]], method: str) -> Any:
     datasets = {name: xarray.Dataset(group, attrs=attrs) for name, group in groups.items()}
     if arviz.__version__.startswith("0."):
         return arviz.InferenceData(None, False, **datasets)
+    owners: dict[str, Any] = {}
+    for (
+        name,
+        dataset,
+    ) in datasets.items():  # arviz.summary stacks variables, and xarray then allows index coordinates alone
+        extra = [coord for coord in dataset.coords if coord not in dataset.dims]
+        owners |= {str(coord): dataset[coord].reset_coords(drop=True) for coord in extra}
+        datasets[name] = dataset.drop_vars(extra)
+    if owners:
+        datasets["constant_data"] = xarray.Dataset(owners, attrs=attrs)
     return xarray.DataTree.from_dict(datasets)
 
 
@@ -114,18 +125,19 @@ def _within(mask: Array, batch: tuple[int, ...]) -> Array:
 def _log_likelihoods(fit: "Fit", keys: Array, silo: str) -> dict[str, Array]:
     mask, data = fit._data(silo)
     state, _ = fit.state.silo(silo)
-    return _cut(fit, fit._log_likelihoods(keys, fit.state.server, state, mask, data), silo, data)
+    found = fit._log_likelihoods(keys, np.uint32(digest(silo)), fit.state.server, state, mask, data)
+    return _cut(fit, found, silo, data)
 
 
 def log_likelihoods(fit: "Fit") -> Any:
-    """``(keys, server, silo, mask, data) -> {observed site: log densities}``, compiled."""
+    """``(keys, identity, server, silo, mask, data) -> {observed site: log densities}``, compiled."""
 
-    def one(key: Array, server: Any, state: Any, mask: dict, data: SiloData) -> dict[str, Array]:
-        z, z_local = fit.latents(key, server, state, mask, data)
+    def one(key: Array, identity: Any, server: Any, state: Any, mask: dict, data: SiloData) -> dict[str, Array]:
+        z, z_local = fit.latents(key, identity, server, state, mask, data)
         trace = _trace(fit.split, z, z_local, fit.method.theta(server), data)
         return {name: site["fn"].log_prob(site["value"]) for name, site in trace.items()}
 
-    return jax.jit(jax.vmap(one, in_axes=(0, None, None, None, None)), compiler_options=ONCE)
+    return jax.jit(jax.vmap(one, in_axes=(0, None, None, None, None, None)), compiler_options=ONCE)
 
 
 def _trace(split: SplitModel, z: Array, z_local: dict, theta: dict, data: SiloData) -> dict[str, dict]:

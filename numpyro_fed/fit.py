@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pandas as pd
-from numpyro.ops.provenance import eval_provenance
 
 from numpyro_fed import arguments, export, forward, predict, summary
 from numpyro_fed.engines.base import Stack
@@ -18,6 +17,7 @@ from numpyro_fed.keys import check_key
 from numpyro_fed.padding import SiloData, silo_data
 from numpyro_fed.silos import Silos
 from numpyro_fed.split_model import SplitModel
+from numpyro_fed.tracing import digest, provenance
 
 Array = Any
 
@@ -99,7 +99,8 @@ class Fit:
         """
         state, _ = self.state.silo(silo)
         mask, data = self._data(silo)
-        draws, local = self._local_draws(_keys(rng_key, num_samples), self.state.server, state, mask, data)
+        keys, identity = _keys(rng_key, num_samples), np.uint32(digest(silo))
+        draws, local = self._local_draws(keys, identity, self.state.server, state, mask, data)
         if self.silos is None:
             local = {name: value for name, value in local.items() if name not in self._from_data}
         return {**draws, **self._unpad(local, silo, data)}
@@ -108,16 +109,19 @@ class Fit:
     def _local_draws(self) -> Any:
         split, theta = self.split, self.method.theta
 
-        def one(key: Array, server: Any, state: Any, mask: dict, data: SiloData) -> tuple[dict, dict]:
-            z, z_local = self.latents(key, server, state, mask, data)
+        def one(key: Array, identity: Any, server: Any, state: Any, mask: dict, data: SiloData) -> tuple[dict, dict]:
+            z, z_local = self.latents(key, identity, server, state, mask, data)
             return split.constrain_global(z, theta(server)), split.constrain_local(z, z_local, theta(server), data)
 
-        return jax.jit(jax.vmap(one, in_axes=(0, None, None, None, None)), compiler_options=forward.ONCE)
+        return jax.jit(jax.vmap(one, in_axes=(0, None, None, None, None, None)), compiler_options=forward.ONCE)
 
-    def latents(self, key: Array, server: Any, state: Any, mask: dict, data: SiloData) -> tuple[Array, dict]:
+    def latents(
+        self, key: Array, identity: Any, server: Any, state: Any, mask: dict, data: SiloData
+    ) -> tuple[Array, dict]:
         """One draw of z_G and of a silo's z_L, which is drawn with the run's padding and has the rows of ``data``."""
         z = self.method.sample_global(self.split, server, key)
-        z_local = self.method.sample_local(self.split, server, state, jax.random.fold_in(key, 1), z, mask)
+        own = forward.local_key(key, identity)
+        z_local = self.method.sample_local(self.split, server, state, own, z, mask)
         lengths, padded = ({axis: rows.shape[-1] for axis, rows in m.items()} for m in (data.mask, mask))
         return z, self.split.unpadded_local(z_local, lengths, padded) if lengths != padded else z_local
 
@@ -154,9 +158,9 @@ class Fit:
         split = self.split
         _, data = self._data(self.state.names[0])
         zeros = split.zeros_local(data.mask)
-        found = eval_provenance(
+        found = provenance(
             lambda args: split.constrain_local(jnp.zeros(split.dim), zeros, split.theta, data._replace(args=args)),
-            args=data.args,
+            {"args": data.args},
         )
         return frozenset(name for name, sources in found.items() if sources)
 
@@ -239,8 +243,9 @@ class Fit:
         """The posterior for ArviZ: an InferenceData, or under ArviZ 1.x a DataTree; one chain of independent draws.
 
         A local site along the plate "children" has the dimension ``children``, over the children of all silos in
-        order, labelled ``york[0]``; the coordinate ``children_silo`` says whose they are. Latents that a silo has once
-        have the dimension ``silo``. Crossed silo plates form one dimension.
+        order, labelled ``york[0]``; the coordinate ``children_silo`` says whose they are (under ArviZ 1.x, whose
+        summaries take no such coordinates, a variable of the group constant_data). Latents that a silo has once have
+        the dimension ``silo``. Crossed silo plates form one dimension.
 
         Args:
             rng_key: by default ``jax.random.key(0)``.

@@ -30,13 +30,15 @@ class Call(NamedTuple):
 
 
 def predictor(method: Any, split: SplitModel) -> Callable[..., dict[str, Array]]:
-    """``(keys, server, silo, mask, arrays, call) -> {site: draws}``, compiled."""
+    """``(keys, identity, server, silo, mask, arrays, call) -> {site: draws}``, compiled."""
 
-    def one(key: Array, server: Any, state: Any, mask: Any, arrays: tuple, call: Call) -> dict[str, Array]:
+    def one(
+        key: Array, identity: Any, server: Any, state: Any, mask: Any, arrays: tuple, call: Call
+    ) -> dict[str, Array]:
         z = method.sample_global(split, server, key)
         values = split.unravel(z)
         if call.held:
-            z_local = method.sample_local(split, server, state, jax.random.fold_in(key, 1), z, mask)
+            z_local = method.sample_local(split, server, state, local_key(key, identity), z, mask)
             lengths = dict(call.lengths)
             z_local = split.unpadded_local(z_local, lengths, {axis: rows.shape[-1] for axis, rows in mask.items()})
             local = split.unpack(z_local, {axis: jnp.ones(n, bool) for axis, n in lengths.items()})
@@ -44,12 +46,20 @@ def predictor(method: Any, split: SplitModel) -> Callable[..., dict[str, Array]]
         found = iter(arrays)
         flat = [next(found) if value is None else value for value in call.ints]
         kwargs = jax.tree.unflatten(call.structure, flat)
-        return forward(split, values, method.theta(server), kwargs, jax.random.fold_in(key, 2))
+        own = jax.random.fold_in(local_key(key, identity), 1)
+        return forward(split, values, method.theta(server), kwargs, own)
 
-    def all_(keys: Array, server: Any, state: Any, mask: Any, arrays: tuple, call: Call) -> dict[str, Array]:
-        return jax.vmap(lambda key: one(key, server, state, mask, arrays, call))(keys)
+    def all_(
+        keys: Array, identity: Any, server: Any, state: Any, mask: Any, arrays: tuple, call: Call
+    ) -> dict[str, Array]:
+        return jax.vmap(lambda key: one(key, identity, server, state, mask, arrays, call))(keys)
 
-    return jax.jit(all_, static_argnums=5, compiler_options=ONCE)
+    return jax.jit(all_, static_argnums=6, compiler_options=ONCE)
+
+
+def local_key(key: Array, identity: Any) -> Array:
+    """Of one silo's locals, the globals being drawn from ``key``: silos are independent given the globals."""
+    return jax.random.fold_in(jax.random.fold_in(key, 1), identity)
 
 
 def forward(split: SplitModel, values: dict, theta: dict, kwargs: dict, key: Array) -> dict[str, Array]:

@@ -10,15 +10,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_fed.arguments import arguments
 from numpyro_fed.forward import call_of, unit_axes
 from numpyro_fed.split_model import SplitModel
+from numpyro_fed.tracing import digest
 
 if TYPE_CHECKING:
     from numpyro_fed.fit import Fit
 
 Array = Any
+NEW = "\0new"  # a silo that is not there
 
 
 def predict(fit: "Fit", keys: Array, data: Mapping[str, Any] | None, silo: str | None) -> dict[str, Array]:
@@ -43,7 +46,7 @@ def predict(fit: "Fit", keys: Array, data: Mapping[str, Any] | None, silo: str |
     kwargs, new = arguments(split, fit._used_arguments, data, own, silo or "new")
     held = held_sites(split, lengths, new) if silo is not None else ()
     call, arrays = call_of(kwargs, held, lengths)
-    return fit._predictor(keys, fit.state.server, state, mask, arrays, call)
+    return fit._predictor(keys, np.uint32(digest(silo or NEW)), fit.state.server, state, mask, arrays, call)
 
 
 def own_units(fit: "Fit", keys: Array, silo: str) -> dict[str, Array]:
@@ -53,7 +56,7 @@ def own_units(fit: "Fit", keys: Array, silo: str) -> dict[str, Array]:
     mask, data = fit._data(silo)
     lengths = {axis: rows.shape[-1] for axis, rows in data.mask.items()}
     call, arrays = call_of(fit.split.spec.kwargs(data), fit.split.partition.local_sites, lengths)
-    draws = fit._predictor(keys, fit.state.server, state, mask, arrays, call)
+    draws = fit._predictor(keys, np.uint32(digest(silo)), fit.state.server, state, mask, arrays, call)
     return fit._unpad(draws, silo, data)
 
 

@@ -65,6 +65,14 @@ def test_one_key_gives_the_same_globals_with_every_silo(fit: Fit) -> None:
     assert not np.allclose(draws["beta"], fit.sample(jax.random.key(8), 5)["beta"])
 
 
+def test_silos_are_independent_given_the_globals(fit: Fit) -> None:
+    """Their draws of one key are one joint draw: the same numbers in two silos would be one silo's noise twice."""
+    b = np.stack([fit.sample_local(KEY, 2000, silo=silo)["b"][:, 0] for silo in SIZES])
+    y = np.stack([fit.predict(KEY, silo=silo, num_samples=2000)["y"][:, 0] for silo in SIZES])
+    for draws in (b, y):  # here the posterior's locals do not depend on the globals; y does, a little
+        assert np.max(np.abs(np.corrcoef(draws) - np.eye(3))) < 0.1
+
+
 def test_deterministic_sites_see_the_silos_own_rows(computed: Fit) -> None:
     """A mean over a silo's rows must not include the rows that pad it."""
     assert set(computed.sample(KEY, 5)) == {"beta", "odds"}
@@ -191,13 +199,14 @@ def test_rows_of_all_silos_are_labelled(fit: Fit, tree: Any) -> None:
     found = groups(tree)
     labels = [f"{silo}[{i}]" for silo, rows in SIZES.items() for i in range(rows)]
     owners = [silo for silo, rows in SIZES.items() for _ in range(rows)]
+    owner = found["constant_data" if "constant_data" in found else "posterior"]["children_silo"]
+    assert list(owner.values) == owners
     for group in ("posterior", "log_likelihood", "posterior_predictive", "observed_data"):
         assert list(found[group]["children"].values) == labels
-        assert list(found[group]["children_silo"].values) == owners
     for name, value in fit.sample(KEY, 200).items():
         np.testing.assert_allclose(found["posterior"][name][0], value, rtol=1e-6)
     for silo, rows in SIZES.items():
-        of_silo = {name: data.isel(children=data["children_silo"] == silo) for name, data in found.items()}
+        of_silo = {name: data.isel(children=owner.values == silo) for name, data in found.items()}
         assert of_silo["posterior"]["b"].shape == (1, 200, rows)
         np.testing.assert_array_equal(of_silo["posterior"]["b"][0], fit.sample_local(KEY, 200, silo=silo)["b"])
         np.testing.assert_array_equal(

@@ -180,6 +180,8 @@ def test_observations_inside_a_scan_are_drawn_too() -> None:
     y = fit.predict(KEY, silo="1", num_samples=500)["y"]
     assert y.shape == (500, 3, 4)
     np.testing.assert_allclose(y.mean(axis=0), 20, atol=0.3)
+    with pytest.raises(ValueError, match="how many units"):  # the values of y do not matter
+        fit.predict(KEY, {})
     new = fit.predict(KEY, dict(y=np.zeros((2, 3), "f")), num_samples=500)["y"]
     np.testing.assert_allclose(new.mean(axis=0), jnp.zeros((3, 2)), atol=0.5)
 
