@@ -320,12 +320,19 @@ def partition(
     if unclear:
         raise PartitionError(_question(base, unclear[0], Partition(tuple(sites), tuple(axes), plates, silos.num_silos)))
     axes += _unused_axes(silos, sizes, axes, components, depends)
-    axes = [axis._replace(free=_takes_any_length(model, silos[reference], axis)) for axis in axes]
+    in_event = {axis for site in sites if site.shape.log_prob is not None for axis in _event_axes(site)}
+    any_length = lambda axis: axis.name not in in_event and _takes_any_length(model, silos[reference], axis)
+    axes = [axis._replace(free=any_length(axis)) for axis in axes]
     sites = _place(sites, depends)
     _check_shapes_between_silos(traces, sites, axes, reference)
     fixed = lambda found: not any(source.startswith(("site:", "param:")) for source in found)
     static = tuple(name for name, found in depends.support.items() if fixed(found))
     return Partition(tuple(sites), tuple(axes), plates, silos.num_silos, reference, static, local)
+
+
+def _event_axes(site: Site) -> set[str]:
+    """Axes that lie inside the site's event: its rows cannot be told apart, nor padded."""
+    return {axis for axis, _ in site.value_axes} - {axis for axis, _ in site.axes}
 
 
 def _as_names(names: Iterable[str] | str | None) -> tuple[str, ...]:

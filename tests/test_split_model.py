@@ -157,8 +157,13 @@ def test_padding_buckets_and_order_change_nothing(name: str, monkeypatch: pytest
 
     monkeypatch.setattr(padding, "bucket_names", lambda names, axes: [[name] for name in names])
     backwards = Silos({silo: silos.own(silo) for silo in reversed(silos.names)}, shared=silos.shared)
-    cut = {silo: real_rows(split, point.local[silo], data[silo].mask) for silo in silos.names}
-    apart = run(lambda point: terms(split, backwards, point), point._replace(local=cut))
+    alone = padded_data(backwards, split)
+    local = random_point(split, alone, seed=1).local
+    for silo in silos.names:  # the same values in real rows, others in padded ones
+        for group in split.groups:
+            rows = np.asarray(split.row_mask(group, alone[silo].mask))
+            local[silo][group.name][rows] = real_rows(split, point.local[silo], data[silo].mask)[group.name]
+    apart = run(lambda point: terms(split, backwards, point), point._replace(local=local))
 
     np.testing.assert_allclose(together[0], apart[0], rtol=1e-6)
     for silo in silos.names:
@@ -197,7 +202,8 @@ def test_a_masked_local_site_of_events_is_inactive_as_a_whole() -> None:
     data = padded_data(silos, split)["0"]
     active = run(lambda data: split.evaluate(jnp.zeros(1), split.zeros_local(data.mask), {}, data).active, data)
     expected = np.array([[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 0]], bool)
-    assert np.array_equal(np.asarray(active["rows"]), expected)
+    assert np.array_equal(np.asarray(active["rows"])[:3], expected)
+    assert not np.any(np.asarray(active["rows"])[3:])
 
 
 # --- layout ---------------------------------------------------------------------------------------------------------
@@ -263,8 +269,10 @@ def test_deterministics_that_mix_rows_are_right_without_padded_rows() -> None:
     silos = Silos({"small": dict(y=normal(0, 2)), "large": dict(y=normal(1, 3))})
     split = split_model(model, silos, check=False)
     data = padded_data(silos, split)["small"]
-    z_local = {"rows": real([[[1.0], [2.0], [50.0]], [[3.0], [4.0], [50.0]]])}  # two draws; the third row is padded
-    cut = split.unpadded_local(z_local, {"rows": 2}, {"rows": data.mask["rows"].shape[0]})
+    num_rows = data.mask["rows"].shape[0]
+    z_local = np.full((2, num_rows, 1), 50.0, "f")  # two draws, with nonsense in padded rows
+    z_local[:, :2, 0] = [[1, 2], [3, 4]]
+    cut = split.unpadded_local({"rows": z_local}, {"rows": 2}, {"rows": num_rows})
     plain = silo_data(silos, "small", split.spec, split.partition.axes)
     for draw, expected in enumerate([1.5, 3.5]):
         one = {group: rows[draw] for group, rows in cut.items()}
@@ -315,8 +323,34 @@ def test_certificate_is_refused_to_a_model_that_mixes_rows(model: Any, site: str
         split_model(model, silos)
 
 
-def test_rows_may_mix_where_no_row_is_padded() -> None:
-    split_model(mean_of_rows, Silos([dict(y=normal(0, 4)), dict(y=normal(1, 4))]))
+def process(y):
+    """All rows of a silo in one event: a latent path, and its observations."""
+    n = y.shape[0]
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    path = numpyro.sample("path", dist.MultivariateNormal(jnp.zeros(n), scale_tril=scale * jnp.tri(n)))
+    numpyro.sample("y", dist.Normal(path, 1).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("model", [mean_of_rows, neighbours, process])
+def test_rows_may_mix_in_silos_of_equal_size(model: Any) -> None:
+    """There no row need be padded, and none is, though 5 would be rounded up to 8 for speed."""
+    silos = Silos([dict(y=normal(0, 5)), dict(y=normal(1, 5))])
+    split = split_model(model, silos)
+    (bucket,) = stack(silos, split.spec, split.partition.axes)
+    assert bucket.args[0].shape == (2, 5)
+
+
+def test_lengths_are_rounded_up_where_rows_do_not_mix() -> None:
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        mean = numpyro.deterministic("mean", mu + jnp.zeros_like(y))
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+
+    silos = Silos([dict(y=normal(0, 13)), dict(y=normal(1, 13))])
+    split = split_model(model, silos)
+    (bucket,) = stack(silos, split.spec, split.partition.axes)
+    assert bucket.args[0].shape == (2, 16)
 
 
 def test_a_density_that_is_not_finite_is_named() -> None:
