@@ -251,8 +251,9 @@ class Fit:
             rng_key: by default ``jax.random.key(0)``.
             num_samples: joint draws of all sites of all silos.
             local: with the silos' local sites and deterministics.
-            log_likelihood: with the log density of every observation (unscaled; those that are masked, and
-                ``numpyro.factor`` terms, left out), for ``arviz.loo``.
+            log_likelihood: with the log density of every observation given its silo's locals (unscaled; those that
+                are masked, and ``numpyro.factor`` terms, left out), for ``arviz.loo``. Where every unit has a latent of
+                its own, leaving one out changes that latent a lot: ``arviz.loo`` will then say so.
             posterior_predictive: with replicates of the observed sites.
         """
         key = jax.random.key(0) if rng_key is None else check_key(rng_key)

@@ -148,7 +148,7 @@ def _sites(part: Partition) -> list[list[Any]]:
 def _partition(path: Path, method: Any, sites: list[list[Any]], shapes: Silos) -> Partition:
     """The model's partition, from shapes, when it is the file's."""
     try:
-        part = partition(method.model, shapes, method.local, method.shared)
+        part = partition(method.model, shapes, getattr(method, "local", None), getattr(method, "shared", None))
     except PartitionError as error:
         raise ValueError(f"{path} is of another model: this one cannot be traced as that one was: {error}") from error
     saved = {row[0]: row[1:] for row in sites}

@@ -118,7 +118,10 @@ def test_with_silos_it_is_whole(fit: Fit, path: Path, method: SFVI, silos: Silos
 
 
 def test_a_run_goes_on_from_it(fit: Fit, path: Path, method: SFVI, silos: Silos) -> None:
-    on = [method.run(KEY, silos, 2, init_state=state, progress_bar=False) for state in (fit, load(path, method).state)]
+    on = [
+        method.run(KEY, silos, 2, init_state=state, progress_bar=False)
+        for state in (fit.state, load(path, method).state)
+    ]
     assert on[1].state.round == 5
     same(on[0].state.server, on[1].state.server)
 
