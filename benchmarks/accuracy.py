@@ -21,9 +21,7 @@ SD = np.array([0.2282, 0.2910, 0.0869, 0.1395, 0.0858])
 
 def main(args):
     silos = six_cities_silos()
-    print(
-        "| K | scale coupling | seed | shift of beta0, beta1, beta2, beta3, omega | sd ratios | seconds a 1,000 rounds |"
-    )
+    print("| K | scale coupling | seed | shift of beta0 to beta3, omega | sd ratios | seconds a 1,000 rounds |")
     print("| --- | --- | --- | --- | --- | --- |")
     for num in args.importance_samples:
         for scale_coupling in (False, True):

@@ -7,6 +7,7 @@ from numpyro_fed.methods import SFVI
 from numpyro_fed.partition import Partition, partition
 from numpyro_fed.reference import Reference, nuts
 from numpyro_fed.silos import Silos, split
+from numpyro_fed.storage import load
 from numpyro_fed.tracing import PartitionError
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "datasets",
     "engines",
     "guides",
+    "load",
     "nuts",
     "partition",
     "schedules",

@@ -41,6 +41,8 @@ A whole algorithm, the mean of numbers that stay apart:
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+
 PyTree = Any
 Key = Any
 
@@ -82,3 +84,13 @@ class FederatedAlgorithm(NamedTuple):
     silo_step: SiloStepFn
     aggregate: AggregateFn
     server_step: ServerStepFn
+
+    def traced_once(self) -> "FederatedAlgorithm":
+        """The same algorithm, its functions traced once per shapes, however many programs and engines use them."""
+        once = lambda function: jax.jit(function, inline=True)
+        return self._replace(
+            init_silo=once(self.init_silo),
+            broadcast=once(self.broadcast),
+            silo_step=once(self.silo_step),
+            server_step=once(self.server_step),
+        )

@@ -66,29 +66,35 @@ def silo_bound(
     eps = jax.lax.optimization_barrier(guide.draw_local(key, split, data.mask, weighting.num))
     held, held_mean = jax.lax.stop_gradient((params, mean))
 
-    def sample(params: Any, z: Array, mean: Array) -> dict:
-        return jax.vmap(lambda eps: guide.sample_local(params, base, z, mean, eps))(eps)
+    def spread(params: Any, z: Array, mean: Array) -> dict:
+        return jax.vmap(lambda eps: guide.spread(params, base, z, mean, eps))(eps)
 
-    def log_weights(z_local: dict, z: Array, theta: dict) -> Array:
-        def one(z_local: dict) -> Array:
+    def log_weights(z_local: dict, off_mean: dict, z: Array, theta: dict) -> Array:
+        """log p at z_L minus log q at z_L less its mean: the mean given z_G moves with z_G, so z_G cancels there."""
+
+        def one(z_local: dict, off_mean: dict) -> Array:
             found = split.evaluate(z, z_local, theta, data)
-            log_q = guide.log_prob_local(held, base, z, held_mean, z_local, found.active)
+            log_q = guide.log_prob_spread(held, base, z, held_mean, off_mean, found.active)
             return _combined(split, weighting, found.terms, log_q, data, components)
 
-        return jax.vmap(one)(z_local)
+        return jax.vmap(one)(z_local, off_mean)
 
-    z_local, pull = jax.vjp(sample, params, z, mean)
-    log_w, back = jax.vjp(log_weights, z_local, z, theta)  # (K, components)
+    loc, pull_loc = jax.vjp(lambda *at: guide.location(at[0], base, at[1], at[2]), params, z, mean)
+    off_mean, pull_spread = jax.vjp(spread, params, z, mean)
+    z_local = jax.lax.optimization_barrier(jax.tree.map(lambda loc, off: loc + off, loc, off_mean))  # (K, rows, k)
+    log_w, back = jax.vjp(log_weights, z_local, off_mean, z, theta)  # (K, components)
     value = jnp.sum(logsumexp(log_w, axis=0) - np.log(weighting.num)) if weighting.num > 1 else jnp.sum(log_w)
     weight = jax.nn.softmax(log_w, axis=0) if weighting.num > 1 else jnp.ones_like(log_w)
-    g_local, g_z, g_theta = back(weight)
-    g_params, g_path, g_mean = pull(g_local)
+    g_p, g_q, g_z, g_theta = jax.lax.optimization_barrier(back(weight))
+    both = jax.tree.map(jnp.add, g_p, g_q)
+    total = lambda tree: jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree)
+    g_z = g_z + pull_loc(total(g_p))[1] + pull_spread(both)[1]
     if weighting.num > 1:
-        twice = {
-            g: _row_weights(split, weighting, weight, g, data, components)[..., None] * v for g, v in g_local.items()
-        }
-        g_params, _, g_mean = pull(twice)
-    return BoundGradients(value, g_params, g_z + g_path, g_mean, g_theta)
+        twice = lambda group: _row_weights(split, weighting, weight, group, data, components)[..., None]
+        both = {group: twice(group) * value for group, value in both.items()}
+    by_loc, by_spread = pull_loc(total(both)), pull_spread(both)
+    g_params, g_mean = jax.tree.map(jnp.add, (by_loc[0], by_loc[2]), (by_spread[0], by_spread[2]))
+    return BoundGradients(value, g_params, g_z, g_mean, g_theta)
 
 
 def _combined(

@@ -29,7 +29,7 @@ from numpyro.infer.util import _unconstrain_reparam, compute_log_probs, potentia
 from numpyro_fed.padding import CallSpec, SiloData, call_spec, round_up, shared_arrays, silo_data, stack
 from numpyro_fed.partition import Axis, Partition, PartitionError, Site, partition
 from numpyro_fed.silos import Silos
-from numpyro_fed.tracing import Model, label, traced
+from numpyro_fed.tracing import UNOPTIMISED, Model, label, traced
 
 Array = Any
 
@@ -414,9 +414,8 @@ def _point(split: SplitModel, seed: int, plain: SiloData, padded: SiloData) -> t
 
 
 def _compiled_once(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a program that is used a single time: compiled without optimisation, which takes a third of the time."""
-    options: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(function).lower(*args).compile(compiler_options=options)(*args)
+    """Run a program that is used a single time."""
+    return jax.jit(function).lower(*args).compile(compiler_options=UNOPTIMISED)(*args)
 
 
 def _both(

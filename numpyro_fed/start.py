@@ -136,7 +136,7 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
         server = ServerState(x, x + step, best, precision, gradient, damping, gain)
         return server, {"loss": -value, "gain": gain}
 
-    return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step)
+    return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
 
 
 def newton_step(gradient: Array, precision: Array, damping: Array) -> Array:
@@ -200,8 +200,10 @@ def fit_locals(split: SplitModel, z: Array, theta: dict, silo: SiloState, data: 
             return jax.tree.map(lambda value, s: value + length * s, z_local, step)
 
         values = jax.lax.map(lambda length: density(at(length)), lengths)
-        best = lengths[jnp.argmax(jnp.where(jnp.isfinite(values), values, -jnp.inf))]
-        return at(best)
+        values = jnp.where(jnp.isfinite(values), values, -jnp.inf)
+        best = jnp.max(values)
+        # the longest step that is as good as the best up to rounding: near the mode all are, and Newton's is right
+        return at(lengths[jnp.argmax(values >= best - 1e-6 * (1 + jnp.abs(best)))])
 
     loc = jax.lax.fori_loop(0, LOCAL_STEPS, improve, silo.loc)
     spectrum = curvature(loc)

@@ -58,6 +58,7 @@ class Engine(Protocol):
         first: int,
         cohorts: Any,
         count: int,
+        brief: bool = False,  # the program will run a few rounds only: compile it quickly
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]: ...
 
 

@@ -46,6 +46,7 @@ class Loopback:
         first: int,
         cohorts: Any,
         count: int,
+        brief: bool = False,
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
         rows = []
         data = {name: stack.data(name) for name in stack.names}

@@ -14,6 +14,7 @@ import numpy as np
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
 from numpyro_fed.engines.base import SERVER, START, Stack, identities, sent_to, silo_keys, strong
 from numpyro_fed.padding import SiloData
+from numpyro_fed.tracing import UNOPTIMISED
 
 CHUNK = 512  # rounds between two looks of the host: progress, stopping, interruption
 
@@ -35,22 +36,15 @@ class Vmap:
         first: int,
         cohorts: Any,
         count: int,
+        brief: bool = False,
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
         if cohorts is not None and len(cohorts) < CHUNK:
             cohorts = np.concatenate([cohorts, np.repeat(cohorts[-1:], CHUNK - len(cohorts), axis=0)])
         server, silos = strong((server, silos))
-        server, silos, info = _rounds(
-            algorithm,
-            stack.names,
-            _bucket_names(stack),
-            key,
-            _arrays(stack),
-            stack.shared,
-            server,
-            silos,
-            first,
-            cohorts,
-            count,
+        compiled = _brief_rounds if brief else _rounds
+        names = stack.names, _bucket_names(stack)
+        server, silos, info = compiled(
+            algorithm, *names, key, _arrays(stack), stack.shared, server, silos, first, cohorts, count
         )
         return server, silos, {name: np.asarray(rows)[:count] for name, rows in info.items()}
 
@@ -81,8 +75,7 @@ def _start(
     return server, tuple(states)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _rounds(
+def _run_rounds(
     algorithm: FederatedAlgorithm,
     names: tuple,
     bucket_names: tuple,
@@ -161,3 +154,7 @@ def _rounds(
         return server, silos, jax.tree.map(lambda rows, row: rows.at[i].set(row), history, info)
 
     return jax.lax.fori_loop(0, count, body, (server, silos, history))
+
+
+_rounds = jax.jit(_run_rounds, static_argnums=(0, 1, 2))
+_brief_rounds = jax.jit(_run_rounds, static_argnums=(0, 1, 2), compiler_options=UNOPTIMISED)

@@ -167,41 +167,40 @@ class StructuredNormal:
             out[group.name] = jnp.moveaxis(eps, 1, 0)
         return out
 
-    def _location(self, own: dict, base: LocalBase, group: str, shift: Array) -> Array:
-        loc = own["loc"]
-        if "coupling" in own:
-            loc = loc + jnp.sum(own["coupling"] * shift, axis=-1)  # a batch of tiny matrix products is slower
-        return base.loc[group] + base.scale[group] * loc
+    def location(self, params: dict, base: LocalBase, z: Array, mean: Array) -> dict:
+        """Mean of z_L given z_G = z, {group: (rows, k)}."""
+        shift = (z - mean) / base.unit
+        out = {}
+        for group in base.loc:
+            own = params[group]
+            loc = own["loc"] + _coupled(own["coupling"], shift) if "coupling" in own else own["loc"]
+            out[group] = base.loc[group] + base.scale[group] * loc
+        return out
 
-    def _log_scale(self, own: dict, shift: Array) -> Array:
+    def _log_scale(self, own: dict, base: LocalBase, z: Array, mean: Array) -> Array:
         if "scale_coupling" not in own:
             return own["log_scale"]
-        return own["log_scale"] + jnp.sum(own["scale_coupling"] * shift, axis=-1)
+        return own["log_scale"] + _coupled(own["scale_coupling"], (z - mean) / base.unit)
 
-    def sample_local(self, params: dict, base: LocalBase, z: Array, mean: Array, eps: dict) -> dict:
-        """z_L given z_G = z, from one set of standard normals."""
-        shift = (z - mean) / base.unit
+    def spread(self, params: dict, base: LocalBase, z: Array, mean: Array, eps: dict) -> dict:
+        """z_L minus its mean given z_G = z, from one set of standard normals."""
         if self.local_cov == "full":
             eps = _mixed(params["tril"], eps, base.valid)
         out = {}
-        for group, own in ((name, params[name]) for name in eps):
-            white = eps[group]
+        for group, white in eps.items():
+            own = params[group]
             if "tril" in own:
                 white = white + jnp.einsum("rij,rj->ri", _unpacked(own["tril"], white.shape[-1]), white)
-            out[group] = (
-                self._location(own, base, group, shift)
-                + base.scale[group] * jnp.exp(self._log_scale(own, shift)) * white
-            )
+            out[group] = base.scale[group] * jnp.exp(self._log_scale(own, base, z, mean)) * white
         return out
 
-    def log_prob_local(self, params: dict, base: LocalBase, z: Array, mean: Array, z_local: dict, active: dict) -> dict:
-        """log q(z_L | z_G), {group: (rows,)}; padded rows and other inactive elements are left out."""
-        shift = (z - mean) / base.unit
+    def log_prob_spread(self, params: dict, base: LocalBase, z: Array, mean: Array, spread: dict, active: dict) -> dict:
+        """log q(z_L | z_G) from z_L minus its mean, {group: (rows,)}; inactive elements (padding) are left out."""
         white, logs = {}, {}
-        for group, value in z_local.items():
+        for group, value in spread.items():
             own = params[group]
-            log_scale = self._log_scale(own, shift)
-            white[group] = (value - self._location(own, base, group, shift)) / base.scale[group] * jnp.exp(-log_scale)
+            log_scale = self._log_scale(own, base, z, mean)
+            white[group] = value / base.scale[group] * jnp.exp(-log_scale)
             logs[group] = log_scale + jnp.log(base.scale[group])
             if "tril" in own:
                 k = value.shape[-1]
@@ -209,12 +208,24 @@ class StructuredNormal:
                 white[group] = solve_triangular(unit, white[group][..., None], lower=True, unit_diagonal=True)[..., 0]
         if self.local_cov == "full":
             white = _unmixed(params["tril"], white, base.valid)
-        return {
-            group: jnp.sum(
-                jnp.where(active[group], -0.5 * white[group] ** 2 - logs[group] - 0.5 * LOG_2PI, 0.0), axis=-1
-            )
-            for group in z_local
-        }
+        density = lambda group: -0.5 * white[group] ** 2 - logs[group] - 0.5 * LOG_2PI
+        return {group: jnp.sum(jnp.where(active[group], density(group), 0.0), axis=-1) for group in spread}
+
+    def sample_local(self, params: dict, base: LocalBase, z: Array, mean: Array, eps: dict) -> dict:
+        """z_L given z_G = z, from one set of standard normals."""
+        return jax.tree.map(jnp.add, self.location(params, base, z, mean), self.spread(params, base, z, mean, eps))
+
+    def log_prob_local(self, params: dict, base: LocalBase, z: Array, mean: Array, z_local: dict, active: dict) -> dict:
+        """log q(z_L | z_G), {group: (rows,)}."""
+        spread = jax.tree.map(jnp.subtract, z_local, self.location(params, base, z, mean))
+        return self.log_prob_spread(params, base, z, mean, spread, active)
+
+
+def _coupled(coupling: Array, shift: Array) -> Array:
+    """(rows, k, d) times (d,). For few globals a sum of columns: a batch of small matrix products is slower."""
+    if shift.shape[0] > 8:
+        return coupling @ shift
+    return sum((coupling[..., a] * shift[a] for a in range(shift.shape[0])), jnp.zeros(coupling.shape[:-1]))
 
 
 def _unpacked(packed: Array, k: int) -> Array:

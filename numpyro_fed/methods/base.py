@@ -211,11 +211,14 @@ class _Runner:
         with tqdm(total=limit, desc="finding a start", disable=not self.bar, leave=False) as bar:
             while done < limit:
                 count = min(START_CHUNK, limit - done)
-                server, states, info = self.engine.rounds(algorithm, key, self.stack, server, states, done, None, count)
+                server, states, info = self.engine.rounds(
+                    algorithm, key, self.stack, server, states, done, None, count, brief=True
+                )
                 done += count
-                self._record({"loss": info["loss"]}, count, len(self.stack.names), sent, started=True)
+                gain = info.pop("gain")
+                self._record(info, count, len(self.stack.names), sent, started=True)
                 bar.update(count)
-                if float(info["gain"][-1]) < start.CONVERGED:
+                if float(gain[-1]) < start.CONVERGED:
                     break
         if not np.isfinite(float(server.value)):
             self._raise_non_finite(algorithm, key, server, states, done, None)

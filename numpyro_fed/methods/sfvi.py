@@ -27,6 +27,7 @@ from numpyro_fed.optim import check_optim, with_horizon
 from numpyro_fed.padding import SiloData
 from numpyro_fed.rows import Components, aligned, find_components
 from numpyro_fed.split_model import SplitModel
+from numpyro_fed.tracing import UNOPTIMISED
 
 Array = Any
 IMPORTANCE_SAMPLES = 10  # per row, where rows are separable
@@ -248,7 +249,7 @@ class SFVI(Method):
             server = server._replace(params=params, theta=theta, opt_state=opt_state)
             return server, {"loss": -(value + silos.value)}
 
-        return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step)
+        return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
 
     def adopt(
         self, split: SplitModel, server: ServerState, silos: tuple, found: start.Found
@@ -319,4 +320,4 @@ def _components_of_bucket(split: SplitModel, args: tuple, mask: dict, shared: tu
         z = 0.1 * jax.random.normal(key, (split.dim,))
         return find_components(split, key, SiloData(args, mask, shared), z, split.theta)
 
-    return jax.device_get(jax.jit(jax.vmap(one))(args, mask))
+    return jax.device_get(jax.jit(jax.vmap(one), compiler_options=UNOPTIMISED)(args, mask))
