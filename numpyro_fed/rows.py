@@ -110,13 +110,12 @@ def aligned(split: SplitModel, data: SiloData, found: Components) -> bool:
     group = split.groups[0]
     rows = np.asarray(split.row_mask(group, data.mask))
     for site, ids in found.terms.items():
-        along = {axis: dim for axis, dim in split.partition[site].axes}
         ids = np.asarray(ids)
-        if set(along) != {axis for axis, _ in group.axes}:
+        dims = _dims(split, site, group)
+        if dims is None:
             if np.any(ids != rows.size):
                 return False
             continue
-        dims = [along[axis] for axis, _ in group.axes]
         if tuple(ids.shape[d] for d in dims) != group.row_shape(data.mask):
             return False
         flat = np.moveaxis(ids, dims, range(len(dims))).reshape(rows.size, -1)
@@ -126,14 +125,19 @@ def aligned(split: SplitModel, data: SiloData, found: Components) -> bool:
     return True
 
 
+def _dims(split: SplitModel, site: str, group: Group) -> list[int] | None:
+    """The dims of a site's log density along which the group's rows lie, or None when it has other axes."""
+    along = sorted(split.partition[site].axes)
+    return [dim for _, dim in along] if [axis for axis, _ in along] == [axis for axis, _ in group.axes] else None
+
+
 def add_aligned(split: SplitModel, terms: dict[str, Array], mask: dict[str, Array]) -> Array:
     """Terms summed by row, with one more entry for those of no row: (rows + 1,). For aligned silos."""
     group = split.groups[0]
     total, rest = jnp.zeros(group.num_rows(mask)), jnp.zeros(())
     for site, term in terms.items():
-        along = {axis: dim for axis, dim in split.partition[site].axes}
-        if set(along) == {axis for axis, _ in group.axes}:
-            dims = [along[axis] for axis, _ in group.axes]
+        dims = _dims(split, site, group)
+        if dims is not None:
             total = total + jnp.sum(jnp.moveaxis(term, dims, range(len(dims))).reshape(total.shape[0], -1), axis=1)
         else:
             rest = rest + jnp.sum(term)

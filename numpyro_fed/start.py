@@ -102,7 +102,7 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
 
             return jnp.mean(jax.vmap(one)(eps)) if split.groups else split.log_silo(z, {}, theta, data)
 
-        active = _valid(split, data)
+        active = split.evaluate(x[:d], silo.loc, parts(x)[1], data).active
         entropy = sum(
             (jnp.sum(jnp.where(active[g], jnp.log(silo.scale[g]) + ENTROPY, 0.0)) for g in silo.scale), jnp.zeros(())
         )
@@ -147,10 +147,6 @@ def newton_step(gradient: Array, precision: Array, damping: Array) -> Array:
     return scale * (vectors @ ((vectors.T @ (scale * gradient)) / curvature))
 
 
-def _valid(split: SplitModel, data: SiloData) -> dict[str, Array]:
-    return {g.name: split.row_mask(g, data.mask)[:, None] for g in split.groups}
-
-
 def fit_locals(split: SplitModel, z: Array, theta: dict, silo: SiloState, data: SiloData) -> SiloState:
     """Newton's method on the locals of a silo, given the globals, row by row.
 
@@ -159,7 +155,8 @@ def fit_locals(split: SplitModel, z: Array, theta: dict, silo: SiloState, data: 
     """
     if not split.groups:
         return silo
-    valid = _valid(split, data)
+    # padded rows, and elements that a mask leaves out, stay where they are with a scale of one
+    active = split.evaluate(z, silo.loc, theta, data).active
 
     def density(z_local: dict, z: Array = z) -> Array:
         return split.log_silo(z, z_local, theta, data)
@@ -178,12 +175,13 @@ def fit_locals(split: SplitModel, z: Array, theta: dict, silo: SiloState, data: 
 
             hessian = -jnp.moveaxis(jax.vmap(column)(jnp.arange(group.size)), 0, -1)
             hessian = 0.5 * (hessian + jnp.swapaxes(hessian, -1, -2))
+            real = active[group.name]
+            hessian = jnp.where(real[:, :, None] & real[:, None, :], hessian, jnp.eye(group.size))
             if group.size == 1:
                 values, vectors = hessian[..., 0], jnp.ones_like(hessian)
             else:
                 values, vectors = jnp.linalg.eigh(hessian)
-            values = jnp.where(valid[group.name], jnp.maximum(jnp.abs(values), 1e-4), 1.0)
-            out[group.name] = (values, vectors)
+            out[group.name] = (jnp.maximum(jnp.abs(values), 1e-4), vectors)
         return out
 
     def solve(spectrum: tuple[Array, Array], right: Array) -> Array:
@@ -194,7 +192,7 @@ def fit_locals(split: SplitModel, z: Array, theta: dict, silo: SiloState, data: 
 
     def improve(_: int, z_local: dict) -> dict:
         spectrum, slope = curvature(z_local), gradient(z_local)
-        step = {g: solve(spectrum[g], slope[g]) for g in z_local}
+        step = {g: jnp.where(active[g], solve(spectrum[g], slope[g]), 0.0) for g in z_local}
 
         def at(length: Array) -> dict:
             return jax.tree.map(lambda value, s: value + length * s, z_local, step)
@@ -213,7 +211,7 @@ def fit_locals(split: SplitModel, z: Array, theta: dict, silo: SiloState, data: 
     for group in split.groups:
         values, vectors = spectrum[group.name]
         solved = jax.vmap(lambda right, s=spectrum[group.name]: solve(s, right))(cross[group.name])
-        coupling[group.name] = jnp.moveaxis(jnp.where(valid[group.name], solved, 0.0), 0, -1)
+        coupling[group.name] = jnp.moveaxis(jnp.where(active[group.name], solved, 0.0), 0, -1)
         # conditional sds: what a guide with independent elements would learn
         diagonal = jnp.einsum("rij,rj,rij->ri", vectors, values, vectors)
         scale[group.name] = jax.lax.rsqrt(diagonal)

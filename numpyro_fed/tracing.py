@@ -332,7 +332,11 @@ def _flow(jaxpr: Any, inputs: list[frozenset[str]]) -> list[frozenset[str]]:
         scan = equation.primitive.name == "scan"
         if scan and "num_consts" in equation.params:  # from jax 0.12 on these are kept elsewhere: take all inputs
             out = _flow_scan(inner, found, equation.params["num_consts"], equation.params["num_carry"])
-        elif not scan and inner is not None and (len(inner.invars), len(inner.outvars)) == (len(found), len(equation.outvars)):
+        elif (
+            not scan
+            and inner is not None
+            and (len(inner.invars), len(inner.outvars)) == (len(found), len(equation.outvars))
+        ):
             out = _flow(inner, found)
         else:
             out = [frozenset().union(*found)] * len(equation.outvars)

@@ -27,6 +27,7 @@ from numpyro_fed.tracing import digest
 
 Array = Any
 LOG_2PI = float(np.log(2 * np.pi))
+SCALE_RANGE = 2.0  # a draw far out must not make scales overflow: log-scales move linearly, up to about this much
 
 
 class GlobalBase(NamedTuple):
@@ -50,7 +51,7 @@ class StructuredNormal:
         local_cov: ``"block"`` (rows independent given z_G, each with its own covariance), ``"diagonal"``, or ``"full"``
             over all locals of a silo.
         coupling: local means move linearly with z_G.
-        scale_coupling: local log-scales move linearly with z_G too.
+        scale_coupling: local log-scales move with z_G too, linearly up to a factor of about exp(2).
         rank: of the low-rank part; by default the square root of the dimension.
     """
 
@@ -180,7 +181,8 @@ class StructuredNormal:
     def _log_scale(self, own: dict, base: LocalBase, z: Array, mean: Array) -> Array:
         if "scale_coupling" not in own:
             return own["log_scale"]
-        return own["log_scale"] + _coupled(own["scale_coupling"], (z - mean) / base.unit)
+        moved = _coupled(own["scale_coupling"], (z - mean) / base.unit)
+        return own["log_scale"] + SCALE_RANGE * jnp.tanh(moved / SCALE_RANGE)
 
     def spread(self, params: dict, base: LocalBase, z: Array, mean: Array, eps: dict) -> dict:
         """z_L minus its mean given z_G = z, from one set of standard normals."""

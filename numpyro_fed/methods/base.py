@@ -153,6 +153,10 @@ def _check_shapes(got: Any, expected: Any, problem: str) -> None:
             raise ValueError(f"{problem} (an array of shape {a.shape} where {b.shape} is needed)")
 
 
+def _is_float(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
 def _stack(split: SplitModel, silos: Silos) -> Stack:
     return Stack(silos.names, tuple(stack(silos, split.spec, split.partition.axes)), shared_arrays(silos))
 
@@ -286,13 +290,7 @@ class _Runner:
                     )
                     bad = np.flatnonzero(~np.isfinite(info["loss"]))
                     if bad.size:
-                        server, states, info = self.engine.rounds(
-                            algorithm, self.key, self.stack, *good, first + done, cohorts, int(bad[0])
-                        )
-                        self._record(info, int(bad[0]), len(names) if cohorts is None else cohorts.shape[1], sent)
-                        at = first + done + int(bad[0])
-                        members = None if cohorts is None else cohorts[int(bad[0])]
-                        self._raise_non_finite(algorithm, self.key, server, states, at, members)
+                        self._stop_at_last_good(algorithm, good, first + done, cohorts, int(bad[0]), sent)
                     self._record(info, count, len(names) if cohorts is None else cohorts.shape[1], sent)
                     done += count
                     bar.update(count)
@@ -300,6 +298,19 @@ class _Runner:
             except KeyboardInterrupt:
                 bar.write(f"stopped after {done} of {num_rounds} rounds; this is the fit so far")
         return self._fit(server, states, first + done)
+
+    def _stop_at_last_good(
+        self, algorithm: FederatedAlgorithm, good: tuple, first: int, cohorts: Any, bad: int, sent: Any
+    ) -> None:
+        """Run the chunk again up to the round whose message was not finite; a gradient can be so before the loss is."""
+        for count in range(bad, -1, -1):
+            server, states, info = self.engine.rounds(algorithm, self.key, self.stack, *good, first, cohorts, count)
+            if all(bool(np.all(np.isfinite(leaf))) for leaf in jax.tree.leaves((server, states)) if _is_float(leaf)):
+                break
+        if count:
+            self._record(info, count, len(self.stack.names) if cohorts is None else cohorts.shape[1], sent)
+        members = None if cohorts is None else cohorts[count]
+        self._raise_non_finite(algorithm, self.key, server, states, first + count, members)
 
     def _fit(self, server: Any, states: tuple, last: int) -> Fit:
         keys = [name for name in self.history[0]] if self.history else []
