@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,6 @@ class Method:
     """The settings every method has; see its subclasses."""
 
     model: Model
-    default_rounds: ClassVar[int] = 1000
 
     def __post_init__(self) -> None:
         if not callable(self.model):
@@ -70,6 +69,11 @@ class Method:
     # --- what a method says of itself -------------------------------------------------------------------------------
 
     def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
+        """The method's algorithm for this model, and how to find a start."""
+        raise NotImplementedError
+
+    def default_rounds(self, prepared: Prepared) -> int:
+        """How many rounds when the user does not say."""
         raise NotImplementedError
 
     def adopt(self, split: SplitModel, server: Any, silos: tuple, found: start.Found) -> tuple[Any, tuple]:
@@ -128,20 +132,21 @@ class Method:
             raise TypeError(
                 f"silos must be an nf.Silos, got a {type(silos).__name__}: wrap it as nf.Silos({{name: arguments}})"
             )
-        num_rounds = self.default_rounds if num_rounds is None else num_rounds
-        if isinstance(num_rounds, bool) or not isinstance(num_rounds, int | np.integer) or num_rounds < 1:
+        counted = isinstance(num_rounds, int | np.integer) and not isinstance(num_rounds, bool) and num_rounds >= 1
+        if num_rounds is not None and not counted:
             raise ValueError(f"num_rounds must be an int of at least 1, got {num_rounds!r}")
         schedule = as_schedule(schedule)
         schedule.cohorts(jax.random.key(0), silos.names, 0, 1)  # a schedule that does not fit the silos says so now
         began = time.perf_counter()
         prepared, stacked = self.ready(silos)
+        num_rounds = self.default_rounds(prepared) if num_rounds is None else int(num_rounds)
         runner = _Runner(self, prepared, stacked, engine or Vmap(), key, silos, began, progress_bar)
         if init_state is None:
             server, states = runner.begin(num_rounds)
             first = 0
         else:
             server, states, first = runner.resume(init_state, num_rounds)
-        return runner.rounds(server, states, first, int(num_rounds), schedule)
+        return runner.rounds(server, states, first, num_rounds, schedule)
 
 
 def _check_shapes(got: Any, expected: Any, problem: str) -> None:

@@ -98,8 +98,6 @@ class SFVI(Method):
     local: Any = None
     shared: Any = None
 
-    default_rounds = 5_000
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_optim(self.optim)
@@ -129,6 +127,10 @@ class SFVI(Method):
         weighting = self._weighting(split, stack)
         mode = start.newton_start(split) if self._can_start(split) else None
         return Prepared(split, self.algorithm(split, weighting), mode, {"weighting": weighting})
+
+    def default_rounds(self, prepared: Prepared) -> int:
+        """With one draw a row gradients are noisy, and the locals' coupling takes long to settle."""
+        return 20_000 if prepared.split.groups and prepared.notes["weighting"].num == 1 else 5_000
 
     def _can_start(self, split: SplitModel) -> bool:
         size = split.dim + sum(int(np.size(value)) for value in split.theta.values())
