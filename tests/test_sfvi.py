@@ -280,6 +280,21 @@ def test_nothing_compiles_twice():
     assert (vmap._rounds._cache_size(), vmap._start._cache_size()) == before
 
 
+def test_other_indices_of_the_same_shape_are_noticed():
+    """Which term belongs to which row is read from the data, so it is read again for other data."""
+
+    def model(y, row):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(mu, 1.0))
+            numpyro.sample("y", dist.Normal(b[row], 1.0), obs=y)
+
+    silos = lambda row: nf.Silos([dict(y=np.arange(3.0, dtype="f"), row=np.array(row))] * 2)
+    method = nf.SFVI(model)
+    found = [method.ready(silos(row))[0].notes["weighting"].rows for row in ([0, 1, 2], [2, 1, 0], [0, 1, 2])]
+    assert found == ["aligned", "indexed", "aligned"]
+
+
 def test_resuming_goes_on():
     """Two runs of 10 with a user's optimiser equal one of 20."""
     silos = logistic_silos((3, 6))

@@ -72,6 +72,10 @@ class Method:
         """The method's algorithm for this model, and how to find a start."""
         raise NotImplementedError
 
+    def suits(self, prepared: Prepared, stack: Stack) -> bool:
+        """Whether what was prepared for silos of the same shapes is right for these data too."""
+        return True
+
     def default_rounds(self, prepared: Prepared) -> int:
         """How many rounds when the user does not say."""
         raise NotImplementedError
@@ -93,7 +97,9 @@ class Method:
             _prepared.move_to_end(key)
             prepared = _prepared[key]
             check_support(prepared.split, silos)
-            return prepared, _stack(prepared.split, silos)
+            stacked = _stack(prepared.split, silos)
+            if self.suits(prepared, stacked):
+                return prepared, stacked
         split = split_model(self.model, silos, getattr(self, "local", None), getattr(self, "shared", None))
         stacked = _stack(split, silos)
         prepared = self.prepare(split, stacked)

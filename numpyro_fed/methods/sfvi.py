@@ -124,9 +124,10 @@ class SFVI(Method):
                 f"a full covariance over {split.dim} global dimensions takes {4 * split.dim**2 * 4 / 1e9:.1f} GB with "
                 'its optimiser: pass guide=nf.guides.StructuredNormal(global_cov="low_rank") or "diagonal"'
             )
-        weighting = self._weighting(split, stack)
+        find = _finder(split)
+        weighting = self._weighting(split, stack, find)
         mode = start.newton_start(split) if self._can_start(split) else None
-        return Prepared(split, self.algorithm(split, weighting), mode, {"weighting": weighting})
+        return Prepared(split, self.algorithm(split, weighting), mode, {"weighting": weighting, "find": find})
 
     def default_rounds(self, prepared: Prepared) -> int:
         """With one draw a row gradients are noisy, and the locals' coupling takes long to settle."""
@@ -136,14 +137,19 @@ class SFVI(Method):
         size = split.dim + sum(int(np.size(value)) for value in split.theta.values())
         return self.start_rounds > 0 and 0 < size <= start.MAX_DIM
 
-    def _weighting(self, split: SplitModel, stack: Stack) -> Weighting:
+    def suits(self, prepared: Prepared, stack: Stack) -> bool:
+        """Which term belongs to which row depends on the values of index arguments, not on shapes alone."""
+        find = prepared.notes["find"]
+        return prepared.notes["weighting"] == self._weighting(prepared.split, stack, find)
+
+    def _weighting(self, split: SplitModel, stack: Stack, find: Any) -> Weighting:
         if not split.groups or self.importance_samples == 1:
             return Weighting(1)
         if self.family.local_cov == "full":
             return Weighting(self.importance_samples or 1, "whole")
         everywhere_aligned = True
         for bucket in stack.buckets:
-            found = _components_of_bucket(split, bucket.args, bucket.mask, stack.shared)
+            found = jax.device_get(find(bucket.args, bucket.mask, stack.shared))
             if not bool(np.all(found.separable)):
                 return Weighting(self.importance_samples or 1, "whole")
             for j in range(len(bucket.names)):
@@ -316,10 +322,12 @@ class SFVI(Method):
         return guide.sample_local(silo.params, silo.base, z, guide.mean_global(server.params, server.base), eps)
 
 
-def _components_of_bucket(split: SplitModel, args: tuple, mask: dict, shared: tuple) -> Components:
-    def one(args: Any, mask: Any) -> Components:
+def _finder(split: SplitModel) -> Any:
+    """The components of all silos of a bucket, compiled: (args, mask, shared) -> Components, stacked."""
+
+    def one(args: Any, mask: Any, shared: Any) -> Components:
         key = jax.random.key(0)
         z = 0.1 * jax.random.normal(key, (split.dim,))
         return find_components(split, key, SiloData(args, mask, shared), z, split.theta)
 
-    return jax.device_get(jax.jit(jax.vmap(one), compiler_options=UNOPTIMISED)(args, mask))
+    return jax.jit(jax.vmap(one, in_axes=(0, 0, None)), compiler_options=UNOPTIMISED)
