@@ -17,7 +17,8 @@ import numpy as np
 import pandas as pd
 
 from numpyro_fed.keys import check_key
-from numpyro_fed.reference import Reference, constant, num_effective, scalars
+from numpyro_fed.reference import Reference, constant, num_effective
+from numpyro_fed.summary import scalars
 
 REFERENCE = "reference"
 MAX_PANELS = 16

@@ -38,6 +38,7 @@ from numpyro_fed.keys import check_key
 from numpyro_fed.padding import SiloData, shared_arrays, stack
 from numpyro_fed.silos import Silos
 from numpyro_fed.split_model import SplitModel, split_model
+from numpyro_fed.summary import scalars
 from numpyro_fed.tracing import Model
 
 Array = Any
@@ -323,21 +324,6 @@ def _constrained_local(
 ) -> dict[str, Array]:
     one = lambda z, z_local: split.constrain_local(z, z_local, theta, data)
     return jax.jit(jax.vmap(jax.vmap(one)))(z, local)
-
-
-def scalars(draws: Mapping[str, Any], batch: int = 1) -> dict[str, np.ndarray]:
-    """The scalars of ``{site: draws}``, named ``beta[0]``, ``L[0, 1]``; the first ``batch`` axes are draws.
-
-    >>> list(scalars({"mu": np.zeros(5), "L": np.zeros((5, 1, 2))}))
-    ['mu', 'L[0, 0]', 'L[0, 1]']
-    """
-    out = {}
-    for name, value in draws.items():
-        value = np.asarray(value)
-        for index in np.ndindex(*value.shape[batch:]):
-            label = f"{name}[{', '.join(map(str, index))}]" if index else name
-            out[label] = value[(slice(None),) * batch + index]
-    return out
 
 
 def constant(x: np.ndarray) -> bool:

@@ -1,5 +1,6 @@
 """What a fit says of itself: a table of its scalars, and a few lines for a prompt or a notebook."""
 
+from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ def table(draws: dict[str, Any], params: dict[str, Any], part: Partition, hdi_pr
     low, high = f"hdi_{50 * (1 - hdi_prob):g}%", f"hdi_{100 - 50 * (1 - hdi_prob):g}%"
     rows: dict[str, dict[str, Any]] = {}
     for name, value in draws.items():
-        for label, column in _scalars(name, value):
+        for label, column in scalars({name: value}).items():
             interval = hpdi(column, hdi_prob)
             rows[label] = {
                 "role": part[name].role,
@@ -33,18 +34,24 @@ def table(draws: dict[str, Any], params: dict[str, Any], part: Partition, hdi_pr
                 high: interval[1],
             }
     for name, value in params.items():
-        for label, column in _scalars(name, np.asarray(value)[None]):
+        for label, column in scalars({name: np.asarray(value)[None]}).items():
             rows[label] = {"role": "param", "mean": float(column[0])}
     return pd.DataFrame.from_dict(rows, orient="index", columns=["role", "mean", "sd", "median", low, high])
 
 
-def _scalars(name: str, value: Any) -> list[tuple[str, np.ndarray]]:
-    """``beta[0]`` and the like, each with its draws."""
-    value = np.asarray(value)
-    return [
-        (f"{name}[{', '.join(map(str, index))}]" if index else name, value[(slice(None), *index)])
-        for index in np.ndindex(*value.shape[1:])
-    ]
+def scalars(draws: Mapping[str, Any], batch: int = 1) -> dict[str, np.ndarray]:
+    """The scalars of ``{site: draws}``, named ``beta[0]``, ``L[0, 1]``; the first ``batch`` axes are draws.
+
+    >>> list(scalars({"mu": np.zeros(5), "L": np.zeros((5, 1, 2))}))
+    ['mu', 'L[0, 0]', 'L[0, 1]']
+    """
+    out = {}
+    for name, value in draws.items():
+        value = np.asarray(value)
+        for index in np.ndindex(*value.shape[batch:]):
+            label = f"{name}[{', '.join(map(str, index))}]" if index else name
+            out[label] = value[(slice(None),) * batch + index]
+    return out
 
 
 def text(fit: "Fit") -> str:
