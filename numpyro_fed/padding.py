@@ -98,6 +98,16 @@ def silo_data(
     return _on_device(_padded(silos, name, spec, axes, lengths))._replace(shared=shared_arrays(silos))
 
 
+def without_padding(data: SiloData, spec: CallSpec, lengths: dict[str, int]) -> SiloData:
+    """A padded silo's data cut back to its own ``lengths``."""
+    arrays = [leaf for leaf in spec.own if leaf.dtype is not None]
+    args = tuple(
+        array if leaf.axis is None else array[: lengths[leaf.axis]]
+        for leaf, array in zip(arrays, data.args, strict=True)
+    )
+    return SiloData(args, {axis: mask[: lengths[axis]] for axis, mask in data.mask.items()}, data.shared)
+
+
 def _padded(
     silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None
 ) -> SiloData:

@@ -35,7 +35,7 @@ from tqdm.auto import tqdm
 
 from numpyro_fed.engines.base import Stack
 from numpyro_fed.keys import check_key
-from numpyro_fed.padding import SiloData, shared_arrays, stack
+from numpyro_fed.padding import SiloData, shared_arrays, stack, without_padding
 from numpyro_fed.silos import Silos
 from numpyro_fed.split_model import SplitModel, split_model
 from numpyro_fed.summary import scalars
@@ -86,10 +86,11 @@ class Reference:
         b, position = self.data.place(silo)
         data = self.data.data(silo)
         local = {name: value[:, :, position] for name, value in self.unconstrained["local"][b].items()}
-        values = _constrained_local(self.split, self.unconstrained["z"], local, self.theta, data)
         lengths = {axis.name: axis.lengths[silo] for axis in self.split.partition.axes}
         padded = {axis: mask.shape[0] for axis, mask in data.mask.items()}
-        values = self.split.unpadded(values, lengths, padded)
+        local = self.split.unpadded_local(local, lengths, padded)
+        data = without_padding(data, self.split.spec, lengths)  # a deterministic site may be a mean over rows
+        values = _constrained_local(self.split, self.unconstrained["z"], local, self.theta, data)
         return {name: np.asarray(value if group_by_chain else _flat(value)) for name, value in values.items()}
 
     def diagnostics(self) -> pd.DataFrame:

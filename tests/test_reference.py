@@ -1,5 +1,6 @@
 """nuts(): the pooled posterior, whatever the padding. Tolerances are multiples of the Monte Carlo standard error."""
 
+import warnings
 from dataclasses import replace
 
 import jax
@@ -212,3 +213,25 @@ def test_starts_are_tried_again_in_smaller_cubes():
         assert bool(found) is finds
         assert jax.tree.map(jnp.shape, point) == jax.tree.map(jnp.shape, zeros)
         assert not finds or np.isfinite(inside(bound, point))
+
+
+def test_deterministics_over_rows_see_no_padding():
+    """A mean over a silo's rows, of silos of 2 and 9 rows: padded rows do not enter."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(mu, 1.0))
+            numpyro.sample("y", dist.Normal(b, 1.0), obs=y)
+        numpyro.deterministic("mean", b.mean())
+
+    silos = Silos({"small": dict(y=np.zeros(5, "f")), "large": dict(y=np.full(9, 3.0, "f"))})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a chain of ten draws has not converged
+        reference = nuts(
+            model, silos, rng_key=jax.random.key(0), num_warmup=10, num_samples=10, num_chains=1, progress_bar=False
+        )
+    for silo, rows in (("small", 5), ("large", 9)):
+        draws = reference.sample_local(silo)
+        assert draws["b"].shape == (10, rows)
+        np.testing.assert_allclose(draws["mean"], draws["b"].mean(axis=1), rtol=1e-5, atol=1e-6)
