@@ -14,7 +14,7 @@ import pandas as pd
 from numpyro_fed import arguments, export, forward, predict, summary
 from numpyro_fed.engines.base import Stack
 from numpyro_fed.keys import check_key
-from numpyro_fed.padding import SiloData, silo_data
+from numpyro_fed.padding import SiloData, from_arguments, silo_data
 from numpyro_fed.silos import Silos
 from numpyro_fed.split_model import SplitModel
 from numpyro_fed.tracing import digest, provenance
@@ -91,14 +91,31 @@ class Fit:
 
         return jax.jit(jax.vmap(one, in_axes=(0, None)), compiler_options=forward.ONCE)
 
-    def sample_local(self, rng_key: Any, num_samples: int = 1000, *, silo: str) -> dict[str, Array]:
+    def sample_local(
+        self,
+        rng_key: Any,
+        num_samples: int = 1000,
+        *,
+        silo: str | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> dict[str, Array]:
         """Joint draws of the global sites and of one silo's local sites (with deterministics), unpadded.
 
         With the same key, the global draws are those of :meth:`sample`. After :func:`numpyro_fed.load` without silos,
         sites that are computed from the silo's data (``numpyro.deterministic("mean", x @ beta)``) are left out.
+
+        With ``data`` in place of ``silo``, draws for units that nobody has seen, from the encoder of an amortised guide
+        (:class:`~numpyro_fed.guides.Amortised`): the model's arguments, with what the encoder reads.
         """
+        if (silo is None) == (data is None):
+            raise TypeError("sample_local needs a silo, silo='york', or the data of new units, data=dict(...)")
+        if data is not None:
+            return self._encoded(_keys(rng_key, num_samples), data)
+        assert silo is not None
         state, _ = self.state.silo(silo)
         mask, data = self._data(silo)
+        if self.reads_data:
+            self.need_silos(f"draws of {silo!r}'s latents, which the encoder reads off its data,")
         keys, identity = _keys(rng_key, num_samples), np.uint32(digest(silo))
         draws, local = self._local_draws(keys, identity, self.state.server, state, mask, data)
         if self.silos is None:
@@ -121,9 +138,30 @@ class Fit:
         """One draw of z_G and of a silo's z_L, which is drawn with the run's padding and has the rows of ``data``."""
         z = self.method.sample_global(self.split, server, key)
         own = forward.local_key(key, identity)
+        if self.reads_data:
+            return z, self.method.sample_local(self.split, server, state, own, z, data.mask, data)
         z_local = self.method.sample_local(self.split, server, state, own, z, mask)
         lengths, padded = ({axis: rows.shape[-1] for axis, rows in m.items()} for m in (data.mask, mask))
         return z, self.split.unpadded_local(z_local, lengths, padded) if lengths != padded else z_local
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether local latents are read off the data, by an encoder or a guide function."""
+        return getattr(getattr(self.method, "family", None), "needs_data", False)
+
+    def _encoded(self, keys: Array, data: Mapping[str, Any]) -> dict[str, Array]:
+        kwargs, lengths = predict.new_arguments(self, data, None)
+        if not predict.encodes(self, data):
+            raise ValueError(
+                "the latents of new units are read off their data by an amortised guide (nf.guides.Amortised), which "
+                "needs all of its inputs in data. This fit has "
+                + (f"inputs {', '.join(predict.inputs(self))}" if predict.inputs(self) else "another guide")
+                + "; fit.predict(key, data) draws such latents from their prior instead."
+            )
+        new = from_arguments(kwargs, self.split.spec, lengths)
+        state, _ = self.state.silo(self.state.names[0])  # an encoder has no parameters in the silos
+        draws, local = self._local_draws(keys, np.uint32(digest(predict.NEW)), self.state.server, state, new.mask, new)
+        return {**draws, **local}
 
     def _data(self, silo: str) -> tuple[dict[str, Array], SiloData]:
         """The mask with which the silo was padded in the run, and its data: padded, or not where that could be seen.
@@ -217,6 +255,26 @@ class Fit:
     @cached_property
     def _used_arguments(self) -> frozenset[str]:
         return arguments.used_arguments(self.split)
+
+    def elbo(self, rng_key: Any = None, num_samples: int = 100) -> float:
+        """The evidence bound of all silos together, averaged over draws: higher is better.
+
+        With importance-weighted rows it is the tighter bound that was maximised.
+        """
+        self.need_silos("the bound")
+        assert self.silos is not None
+        keys = _keys(jax.random.key(0) if rng_key is None else rng_key, num_samples)
+        prepared, stack = self.method.ready(self.silos)
+        states = self.state.arranged(stack)
+        arrays = tuple((bucket.args, bucket.mask) for bucket in stack.buckets)
+
+        def bound(keys: Array, server: Any, states: tuple, arrays: tuple, shared: tuple) -> Array:
+            buckets = tuple(b._replace(args=a, mask=m) for b, (a, m) in zip(stack.buckets, arrays, strict=True))
+            data = stack._replace(buckets=buckets, shared=shared)
+            return jax.lax.map(lambda key: self.method.elbo(prepared, data, server, states, key), keys)
+
+        values = jax.jit(bound, compiler_options=forward.ONCE)(keys, self.state.server, states, arrays, stack.shared)
+        return float(jnp.mean(values))
 
     # --- what it says -------------------------------------------------------------------------------------------------
 

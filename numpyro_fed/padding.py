@@ -98,6 +98,17 @@ def silo_data(
     return _on_device(_padded(silos, name, spec, axes, lengths))._replace(shared=shared_arrays(silos))
 
 
+def from_arguments(kwargs: dict[str, Any], spec: CallSpec, lengths: dict[str, int]) -> SiloData:
+    """The model's arguments (of new units) as a silo's data."""
+    own = jax.tree.leaves({name: kwargs[name] for name in jax.tree.unflatten(spec.own_structure, spec.own)})
+    args = tuple(jnp.asarray(value) for leaf, value in zip(spec.own, own, strict=True) if leaf.dtype is not None)
+    common = jax.tree.leaves({name: kwargs[name] for name in jax.tree.unflatten(spec.shared_structure, spec.shared)})
+    shared = tuple(
+        jnp.asarray(value) for leaf, value in zip(spec.shared, common, strict=True) if leaf.dtype is not None
+    )
+    return SiloData(args, {axis: jnp.ones(n, bool) for axis, n in lengths.items()}, shared)
+
+
 def without_padding(data: SiloData, spec: CallSpec, lengths: dict[str, int]) -> SiloData:
     """A padded silo's data cut back to its own ``lengths``."""
     arrays = [leaf for leaf in spec.own if leaf.dtype is not None]

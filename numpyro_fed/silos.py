@@ -60,6 +60,13 @@ class Silos(Mapping[str, dict[str, Any]]):
             raise KeyError(f"no silo is named {name!r}; the silos are {', '.join(map(repr, self.names))}")
         return dict(self._data[name])
 
+    def only(self, *names: str) -> "Silos":
+        """Some of the silos, by name."""
+        some = object.__new__(Silos)  # the arguments have been checked
+        some.shared, some.own_counts = self.shared, self.own_counts
+        some._data = {name: self.own(name) for name in names}
+        return some
+
     def __getitem__(self, name: str) -> dict[str, Any]:
         return self.own(name) | self.shared
 

@@ -218,6 +218,16 @@ def fit_locals(split: SplitModel, z: Array, theta: dict, silo: SiloState, data: 
     return SiloState(loc, scale, coupling)
 
 
+class Source(NamedTuple):
+    """A fit's own parameters: a run with the same guide goes on from q itself."""
+
+    family: Any
+    params: Any
+    base: Any
+    aid: Any
+    local: tuple  # (params, base) by bucket, stacked
+
+
 class Found(NamedTuple):
     """Where a run may start: a normal over the globals, theta, and each silo's locals (by bucket, stacked)."""
 
@@ -227,6 +237,7 @@ class Found(NamedTuple):
     theta: dict[str, Array]  # unconstrained
     theta_sd: dict[str, Array]
     local: tuple[SiloState, ...]
+    source: Source | None = None
 
 
 def found(split: SplitModel, server: ServerState, silos: tuple[SiloState, ...]) -> Found:

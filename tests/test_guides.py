@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.guides import StructuredNormal
+from numpyro_fed.guides import StructuredNormal, local
 from numpyro_fed.padding import silo_data
 from numpyro_fed.split_model import split_model
 
@@ -77,13 +77,15 @@ def test_density_of_locals_is_that_of_the_draws(x64, guide):
             noise = rng.normal(scale=0.4, size=(real.sum(), real.sum()))
             params["tril"] = params["tril"].at[np.ix_(real, real)].set(noise)
         z, mean = jnp.array([0.3, -1.0]), jnp.array([0.1, 0.2])
-        eps = jax.tree.map(lambda leaf: leaf[0], guide.draw_local(jax.random.key(0), split, data.mask, 1))
-        drawn = guide.sample_local(params, base, z, mean, eps)
+        eps = jax.tree.map(lambda leaf: leaf[0], local.draw_rows(jax.random.key(0), split, data.mask, 1))
+        given = guide.condition(params, base, z, mean)
+        off_mean = local.spread(given, eps)
+        drawn = local.sample(given, eps)
         active = {g: jnp.broadcast_to(valid[g][:, None], drawn[g].shape) for g in drawn}
-        log_q = sum(jnp.sum(v) for v in guide.log_prob_local(params, base, z, mean, drawn, active).values())
+        log_q = sum(jnp.sum(v) for v in local.log_prob_spread(given, off_mean, active).values())
 
-        def real_values(eps, params=params, base=base, rows=rows, z=z, mean=mean):
-            draws = guide.sample_local(params, base, z, mean, eps)
+        def real_values(eps, given=given, rows=rows):
+            draws = local.sample(given, eps)
             return jnp.concatenate([draws[g][rows[g]].reshape(-1) for g in sorted(draws)])
 
         flat_eps, unravel = jax.flatten_util.ravel_pytree(eps)

@@ -10,7 +10,7 @@ import pytest
 from numpyro.infer.util import potential_energy
 
 import numpyro_fed as nf
-from numpyro_fed.engines.base import SERVER
+from numpyro_fed.engines.base import SERVER, START
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.tracing import digest
 
@@ -72,19 +72,20 @@ def test_path_is_that_of_centralised_structured_inference(x64, sizes):
     def negative_elbo(params, eps_global, eps_local):
         fixed = jax.lax.stop_gradient(params)
         unit = lambda p: jnp.tril(p["tril"], -1) + jnp.eye(d)
-        z = 0.1 * (params["loc"] + jnp.exp(params["log_scale"]) * (unit(params) @ eps_global))
-        shift = lambda p: z - 0.1 * p["loc"]
+        z = params["loc"] + jnp.exp(params["log_scale"]) * (unit(params) @ eps_global)
+        shift = lambda p: z - p["loc"]
         b = 0.5 * (params["b"] + params["C"] @ shift(params) + jnp.exp(params["b_log_scale"]) * eps_local)
         values = {"beta": z[:2], "omega": z[2], "b": b}
         log_p = -potential_energy(logistic, (), pooled, values)
-        scale_tril = 0.1 * jnp.exp(fixed["log_scale"])[:, None] * unit(fixed)
-        log_q = dist.MultivariateNormal(0.1 * fixed["loc"], scale_tril=scale_tril).log_prob(z)
+        scale_tril = jnp.exp(fixed["log_scale"])[:, None] * unit(fixed)
+        log_q = dist.MultivariateNormal(fixed["loc"], scale_tril=scale_tril).log_prob(z)
         loc = 0.5 * (fixed["b"] + fixed["C"] @ shift(fixed))
         log_q += dist.Normal(loc, 0.5 * jnp.exp(fixed["b_log_scale"])).log_prob(b).sum()
         return log_q - log_p
 
+    begin = jax.random.fold_in(jax.random.fold_in(key, START), SERVER)  # where there is no start, a random location
     params = {
-        "loc": jnp.zeros(d), "log_scale": jnp.zeros(d), "tril": jnp.zeros((d, d)),
+        "loc": 0.05 * jax.random.normal(begin, (d,)), "log_scale": jnp.full(d, np.log(0.05)), "tril": jnp.zeros((d, d)),
         "b": jnp.zeros(n), "b_log_scale": jnp.zeros(n), "C": jnp.zeros((n, d)),
     }  # fmt: skip
     optim = optax.adam(0.05)

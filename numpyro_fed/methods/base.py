@@ -23,7 +23,7 @@ from numpyro_fed.engines.loopback import Loopback
 from numpyro_fed.engines.vmap import CHUNK, Vmap
 from numpyro_fed.fit import Fit, State
 from numpyro_fed.keys import check_key
-from numpyro_fed.padding import shared_arrays, stack
+from numpyro_fed.padding import SiloData, shared_arrays, stack
 from numpyro_fed.schedules import as_schedule
 from numpyro_fed.silos import Silos, leaves
 from numpyro_fed.split_model import SplitModel, check_support, split_model
@@ -80,9 +80,22 @@ class Method:
         """How many rounds when the user does not say."""
         raise NotImplementedError
 
-    def adopt(self, split: SplitModel, server: Any, silos: tuple, found: start.Found) -> tuple[Any, tuple]:
+    def started(self, split: SplitModel, server: Any, silos: tuple) -> Any:
+        """What mode finding found at the end; None if it never met a finite density."""
+        return start.found(split, server, silos) if np.isfinite(float(server.value)) else None
+
+    def adopt(self, split: SplitModel, server: Any, silos: tuple, found: Any) -> tuple[Any, tuple]:
         """States that start from what mode finding or another fit found."""
         raise NotImplementedError
+
+    def point(self, split: SplitModel, server: Any, silo: Any, data: SiloData) -> tuple[Any, dict, dict]:
+        """A typical z_G, z_L and theta at these states, where a non-finite loss is looked into."""
+        raise NotImplementedError
+
+    @property
+    def steps_per_round(self) -> int:
+        """How much work a round is: so many steps of an optimiser."""
+        return 1
 
     def with_rounds(self, server: Any, silos: tuple, num_rounds: int) -> tuple[Any, tuple]:
         """States whose step sizes suit a run of ``num_rounds``."""
@@ -235,9 +248,10 @@ class _Runner:
                 bar.update(count)
                 if float(gain[-1]) < start.CONVERGED:
                     break
-        if not np.isfinite(float(server.value)):
+        found = self.method.started(self.prepared.split, server, states)
+        if found is None:
             self._raise_non_finite(algorithm, key, server, states, done, None)
-        return start.found(self.prepared.split, server, states)
+        return found
 
     def _traffic(self, algorithm: FederatedAlgorithm, server: Any, states: tuple) -> Any:
         name = self.stack.buckets[0].names[0]
@@ -265,7 +279,7 @@ class _Runner:
         if isinstance(init_state, Fit):  # a start, whatever the method and its settings
             found = init_state.method.found(init_state.split, given.server, states)
             fresh, silos = self.engine.start(self.prepared.algorithm, self.key, self.stack)
-            _check_shapes((found.loc, found.local), self._start_shapes(split), "init_state is of another model or data")
+            self._check_start(found, split)
             server, states = self.method.adopt(split, fresh, silos, found)
             return (*self.method.with_rounds(server, states, num_rounds), 0)
         if given.method != type(self.method).__name__:
@@ -278,17 +292,19 @@ class _Runner:
         _check_shapes((given.server, states), shapes, hint)
         return (*self.method.with_rounds(given.server, states, num_rounds), given.round)
 
-    def _start_shapes(self, split: SplitModel) -> Any:
-        """The shapes of a start: the globals, and each bucket's locals."""
-        mode = start.newton_start(split)
-        local = jax.eval_shape(lambda: Vmap().start(mode, self.key, self.stack)[1])
-        return jax.ShapeDtypeStruct((split.dim,), jnp.zeros(()).dtype), local
+    def _check_start(self, found: start.Found, split: SplitModel) -> None:
+        """A fit of another model or of other data is no start for this one."""
+        problem = "init_state is of another model or data"
+        _check_shapes(found.loc, jax.ShapeDtypeStruct((split.dim,), jnp.zeros(()).dtype), problem)
+        shapes = tuple(jax.eval_shape(jax.vmap(split.zeros_local), bucket.mask) for bucket in self.stack.buckets)
+        for local, expected in zip(found.local, shapes, strict=False):
+            _check_shapes(local.loc, expected, problem)
 
     def rounds(self, server: Any, states: tuple, first: int, num_rounds: int, schedule: Any) -> Fit:
         algorithm, names = self.prepared.algorithm, self.stack.names
         sent = self._traffic(algorithm, server, states)
         cohort_key = jax.random.fold_in(self.key, COHORTS)
-        size = 16 if isinstance(self.engine, Loopback) else CHUNK
+        size = max(1, (16 if isinstance(self.engine, Loopback) else CHUNK) // self.method.steps_per_round)
         done = 0
         with tqdm(total=num_rounds, desc=type(self.method).__name__, disable=not self.bar, unit="round") as bar:
             try:
@@ -324,9 +340,7 @@ class _Runner:
         self._raise_non_finite(algorithm, self.key, server, states, first + count, members)
 
     def _fit(self, server: Any, states: tuple, last: int) -> Fit:
-        keys = [name for name in self.history[0]] if self.history else []
-        keys = [name for name in keys if all(name in rows for rows in self.history)]
-        history = {name: np.concatenate([rows[name] for rows in self.history]) for name in keys}
+        history = {name: self._column(name) for name in dict.fromkeys(n for rows in self.history[::-1] for n in rows)}
         state = State(
             type(self.method).__name__,
             self.stack.names,
@@ -338,6 +352,15 @@ class _Runner:
         seconds = time.perf_counter() - self.began
         padded = tuple({axis: mask.shape[-1] for axis, mask in bucket.mask.items()} for bucket in self.stack.buckets)
         return Fit(self.method, self.prepared.split, state, history, seconds, padded, self.silos)
+
+    def _column(self, name: str) -> np.ndarray:
+        """One quantity over all rounds; NaN in rounds (of the start) that do not have it."""
+        like = next(rows[name] for rows in self.history if name in rows)
+
+        def column(rows: dict[str, np.ndarray]) -> np.ndarray:
+            return rows[name] if name in rows else np.full((len(rows["loss"]), *like.shape[1:]), np.nan)
+
+        return np.concatenate([column(rows) for rows in self.history])
 
     def _raise_non_finite(
         self, algorithm: FederatedAlgorithm, key: Any, server: Any, states: tuple, at: int, cohort: Any
@@ -355,7 +378,8 @@ class _Runner:
                 silo_key, sent_to(sent, self.stack.names.index(name)), state, self.stack.data(name)
             )
             if not all(bool(np.all(np.isfinite(leaf))) for leaf in jax.tree.leaves(message)):
-                culprits.append(f"{name!r} ({', '.join(self._bad_sites(name, sent, state)) or 'its gradient'})")
+                sites = self._bad_sites(algorithm, name, server, state)
+                culprits.append(f"{name!r} ({', '.join(sites) or 'its gradient'})")
         where = f"silo {', '.join(culprits)}" if culprits else "the server's prior term"
         error = NonFiniteError(
             f"the loss is not finite at round {at}, from {where}. Standardise the data, check the distributions' "
@@ -365,12 +389,12 @@ class _Runner:
             error.fit = self._fit(server, states, at)
         raise error
 
-    def _bad_sites(self, name: str, sent: Any, state: Any) -> Iterable[str]:
+    def _bad_sites(self, algorithm: FederatedAlgorithm, name: str, server: Any, state: Any) -> Iterable[str]:
         split, data = self.prepared.split, self.stack.data(name)
-        common = sent.common
-        z = common.z[0] if hasattr(common, "z") else common[: split.dim]
-        local = state.base.loc if hasattr(state, "base") else state.loc
-        theta = common.theta if hasattr(common, "theta") else split.theta
-        for site, term in split.evaluate(z, local, theta, data).terms.items():
+        if algorithm is self.prepared.algorithm:
+            z, z_local, theta = self.method.point(split, server, state, data)
+        else:
+            z, z_local, theta = jnp.zeros(split.dim), split.zeros_local(data.mask), split.theta
+        for site, term in split.evaluate(z, z_local, theta, data).terms.items():
             if not bool(np.all(np.isfinite(term))):
                 yield f"site {site!r}"

@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed import start
+from numpyro_fed import batches, start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.batches import Batching, RowOptim, RowState
 from numpyro_fed.bound import Weighting, silo_bound
-from numpyro_fed.engines.base import Stack
-from numpyro_fed.guides.structured import GlobalBase, LocalBase, StructuredNormal
+from numpyro_fed.engines.base import Stack, identities
+from numpyro_fed.guides import StructuredNormal, as_guide, local
+from numpyro_fed.guides.normal import GlobalBase
 from numpyro_fed.methods.base import Method, Prepared
 from numpyro_fed.optim import check_optim, with_horizon
 from numpyro_fed.padding import SiloData
@@ -31,11 +33,10 @@ from numpyro_fed.tracing import UNOPTIMISED
 
 Array = Any
 IMPORTANCE_SAMPLES = 10  # per row, where rows are separable
-FULL_LIMIT = 2000
 
 
 class ServerState(NamedTuple):
-    params: dict[str, Array]  # of q(z_G)
+    params: dict[str, Any]  # of q(z_G), and what all silos share of q(z_L | z_G)
     theta: dict[str, Array]  # in units of theta_base
     base: GlobalBase
     theta_base: tuple[dict[str, Array], dict[str, Array]]  # location, scale
@@ -46,7 +47,7 @@ class SiloState(NamedTuple):
     """Private to the silo."""
 
     params: Any  # of q(z_L | z_G)
-    base: LocalBase
+    base: Any
     opt_state: Any
     components: Components | None
 
@@ -55,7 +56,7 @@ class Message(NamedTuple):
     """All that leaves a silo: the gradient of its bound at the draws, and the bound itself."""
 
     z: Array  # (num_particles, d)
-    mean: Array  # (d,)
+    aid: Any  # of what it was sent of the guide: (d,) for the centre, the weights of an encoder
     theta: dict[str, Array]
     value: Array
 
@@ -64,7 +65,7 @@ class Sent(NamedTuple):
     """All that a silo receives."""
 
     z: Array  # (num_particles, d)
-    mean: Array  # (d,)
+    aid: Any
     theta: dict[str, Array]
 
 
@@ -74,27 +75,32 @@ class SFVI(Method):
 
     Args:
         model: an ordinary NumPyro model, called as ``model(**silos[name])``.
-        guide: the variational family; by default ``nf.guides.StructuredNormal(scale_coupling=True)``.
+        guide: the variational family; by default ``nf.guides.StructuredNormal(scale_coupling=True)``. Also
+            ``nf.guides.Amortised(encoder)``, or a NumPyro guide function of the model's arguments.
         optim: any optax optimiser, for the server and (unless ``silo_optim`` is given) the silos. Parameters are
             whitened, so steps are in posterior sds; the default is Adam with a step that falls from 0.02 to 0.0002.
+            Above 200 dimensions, where no start is looked for, steps are in the model's own units.
         importance_samples: K of the bound, draws of each local row per round. By default 10 where local rows are
             separable and 1 otherwise. The plain bound (1) underestimates variance parameters of random effects; more
             draws bring the posterior closer to NUTS, at K times a step's cost.
         num_particles: draws of z_G averaged in a round.
         silo_optim: the silos' own optimiser.
         start_rounds: at most so many rounds of mode finding before the first; 0 starts at zero.
+        batch_size: rows of a silo that a step looks at, drawn anew each time (in long format: groups, with all their
+            rows). Only their local parameters move. By default all.
         local, shared: names of sites or plates, where the automatic partition is to be overridden.
 
     Example:
         >>> fit = nf.SFVI(model).run(jax.random.key(0), silos)  # doctest: +SKIP
     """
 
-    guide: StructuredNormal | None = None
+    guide: Any = None
     optim: Any = None
     importance_samples: int | None = None
     num_particles: int = 1
     silo_optim: Any = None
     start_rounds: int = start.MAX_ROUNDS
+    batch_size: int | None = None
     local: Any = None
     shared: Any = None
 
@@ -102,66 +108,97 @@ class SFVI(Method):
         super().__post_init__()
         check_optim(self.optim)
         check_optim(self.silo_optim, "silo_optim")
-        for name, least in (("num_particles", 1), ("start_rounds", 0)):
+        for name, least in (
+            ("num_particles", 1),
+            ("start_rounds", 0),
+            ("importance_samples", 1),
+            ("batch_size", 1),
+        ):
             value = getattr(self, name)
+            if value is None and name in ("importance_samples", "batch_size"):
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
-        k = self.importance_samples
-        if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
-            raise ValueError(f"importance_samples must be an int of at least 1, got {k!r}")
-        if self.guide is not None and not isinstance(self.guide, StructuredNormal):
-            raise TypeError(f"guide must be a nf.guides.StructuredNormal, got a {type(self.guide).__name__}")
+        as_guide(self.guide)
 
     @property
-    def family(self) -> StructuredNormal:
-        return self.guide or StructuredNormal(scale_coupling=True)
+    def family(self) -> Any:
+        return as_guide(self.guide) if self.guide is not None else StructuredNormal(scale_coupling=True)
+
+    moving_centre = True  # the locals' centre is the guide's mean, which moves; else the start's
+
+    def _aid(self, guide: Any, server: ServerState) -> Any:
+        return (guide.aid if self.moving_centre else guide.fixed_aid)(server.params, server.base)
 
     # --- what the base class asks for -------------------------------------------------------------------------------
 
     def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
-        if split.dim > FULL_LIMIT and self.family.global_cov == "full":
+        guide = self.family.bind(split)
+        if self.batch_size is not None and split.groups and guide.local_cov == "full":
             raise ValueError(
-                f"a full covariance over {split.dim} global dimensions takes {4 * split.dim**2 * 4 / 1e9:.1f} GB with "
-                'its optimiser: pass guide=nf.guides.StructuredNormal(global_cov="low_rank") or "diagonal"'
+                'batch_size= takes rows apart, and local_cov="full" ties them together: use local_cov="block", or '
+                "leave batch_size= out"
             )
         find = _finder(split)
-        weighting = self._weighting(split, stack, find)
+        weighting, batching = self._rows(split, stack, find)
         mode = start.newton_start(split) if self._can_start(split) else None
-        return Prepared(split, self.algorithm(split, weighting), mode, {"weighting": weighting, "find": find})
+        notes = {"weighting": weighting, "batching": batching, "find": find}
+        return Prepared(split, self.algorithm(split, weighting, batching), mode, notes)
 
     def default_rounds(self, prepared: Prepared) -> int:
         """With one draw a row gradients are noisy, and the locals' coupling takes long to settle."""
         return 20_000 if prepared.split.groups and prepared.notes["weighting"].num == 1 else 5_000
 
     def _can_start(self, split: SplitModel) -> bool:
-        size = split.dim + sum(int(np.size(value)) for value in split.theta.values())
-        return self.start_rounds > 0 and 0 < size <= start.MAX_DIM
+        size = split.dim + sum(int(np.size(value)) for value in jax.tree.leaves(split.theta))
+        return self.start_rounds > 0 and 0 < size <= start.MAX_DIM and self.family.can_start
 
     def suits(self, prepared: Prepared, stack: Stack) -> bool:
         """Which term belongs to which row depends on the values of index arguments, not on shapes alone."""
-        find = prepared.notes["find"]
-        return prepared.notes["weighting"] == self._weighting(prepared.split, stack, find)
+        notes = prepared.notes
+        return (notes["weighting"], notes["batching"]) == self._rows(prepared.split, stack, notes["find"])
 
-    def _weighting(self, split: SplitModel, stack: Stack, find: Any) -> Weighting:
-        if not split.groups or self.importance_samples == 1:
-            return Weighting(1)
-        if self.family.local_cov == "full":
-            return Weighting(self.importance_samples or 1, "whole")
+    def _rows(self, split: SplitModel, stack: Stack, find: Any) -> tuple[Weighting, Batching | None]:
+        """How terms find their rows, and how minibatches are taken."""
+        long = self.batch_size is not None and split.groups and _long_format(split)
+        found = None
+        if not split.groups or (self.importance_samples == 1 and not long):
+            weighting = Weighting(1)
+        elif self.family.local_cov == "full":
+            weighting = Weighting(self.importance_samples or 1, "whole")
+        else:
+            found = [jax.device_get(find(b.args, b.mask, stack.shared)) for b in stack.buckets]
+            weighting = self._weighting(split, stack, found)
+        if self.batch_size is None:
+            return weighting, None
+        if weighting.num > 1 and weighting.rows == "whole":
+            raise ValueError(
+                f"batch_size= with importance_samples={weighting.num} needs local rows that can be weighted one by one, "
+                "and here they meet: pass importance_samples=1"
+            )
+        return weighting, batches.plan(split, stack, weighting, self.batch_size, found)
+
+    def _weighting(self, split: SplitModel, stack: Stack, found: list[Components]) -> Weighting:
         everywhere_aligned = True
-        for bucket in stack.buckets:
-            found = jax.device_get(find(bucket.args, bucket.mask, stack.shared))
-            if not bool(np.all(found.separable)):
+        for bucket, components in zip(stack.buckets, found, strict=True):
+            if not bool(np.all(components.separable)):
                 return Weighting(self.importance_samples or 1, "whole")
             for j in range(len(bucket.names)):
-                data, one = jax.tree.map(lambda leaf, j=j: leaf[j], (SiloData(bucket.args, bucket.mask, ()), found))
+                each = (SiloData(bucket.args, bucket.mask, ()), components)
+                data, one = jax.tree.map(lambda leaf, j=j: leaf[j], each)
                 everywhere_aligned = everywhere_aligned and aligned(split, data, one)
         return Weighting(self.importance_samples or IMPORTANCE_SAMPLES, "aligned" if everywhere_aligned else "indexed")
 
-    def algorithm(self, split: SplitModel, weighting: Weighting) -> FederatedAlgorithm:
-        """SFVI as pure functions; see :mod:`numpyro_fed.algorithm`."""
-        guide, d = self.family, split.dim
+    def algorithm(
+        self, split: SplitModel, weighting: Weighting, batching: Batching | None = None, tempered: bool = False
+    ) -> FederatedAlgorithm:
+        """SFVI as pure functions; see :mod:`numpyro_fed.algorithm`.
+
+        ``tempered``: the silo's density is raised to the power that it is sent in ``each``.
+        """
+        guide, d = self.family.bind(split), split.dim
         optim = check_optim(self.optim)
-        silo_optim = optim if self.silo_optim is None else check_optim(self.silo_optim)
+        silo_optim = self._silo_optim(split)
 
         def theta_of(server: ServerState, theta: dict | None = None) -> dict[str, Array]:
             location, scale = server.theta_base
@@ -172,47 +209,41 @@ class SFVI(Method):
                 return guide.draw_global(key, d)[None]
             return jax.vmap(lambda key: guide.draw_global(key, d))(jax.random.split(key, self.num_particles))
 
-        def sample(params: dict, base: GlobalBase, eps: Array) -> Array:
-            return jax.vmap(lambda eps: guide.sample_global(params, base, eps))(eps)
+        def paths(params: dict, base: GlobalBase, eps: Array) -> tuple[Array, Array]:
+            return jax.vmap(lambda eps: guide.path(params, base, eps))(eps)
 
         def init(key: Array) -> ServerState:
-            loc = jnp.zeros(d)
-            params, base = guide.init_global(loc, None, jnp.full(d, 0.1))
+            params, base = guide.start_global(key, split)
             theta = jax.tree.map(jnp.zeros_like, split.theta)
-            units = jax.tree.map(lambda value: jnp.full_like(value, 0.1), split.theta)
+            units = jax.tree.map(jnp.ones_like, split.theta)
             return ServerState(params, theta, base, (split.theta, units), optim.init((params, theta)))
 
         def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
-            zeros = split.zeros_local(data.mask)
-            coupling = {g: jnp.zeros((*value.shape, d)) for g, value in zeros.items()}
-            valid = {g.name: split.row_mask(g, data.mask) for g in split.groups}
-            scale = jax.tree.map(lambda value: jnp.full_like(value, 0.5), zeros)
-            params, base = guide.init_local(split.groups, zeros, scale, coupling, jnp.ones(d), valid)
+            params, base = guide.start_local(key, split, data)
             found = None
             if weighting.rows == "indexed":
-                found = find_components(split, jax.random.key(0), data, broadcast.common.mean, split.theta)
+                z = 0.1 * jax.random.normal(jax.random.key(0), (d,))
+                found = find_components(split, jax.random.key(0), data, z, split.theta)
             return SiloState(params, base, silo_optim.init(params), found)
 
         def broadcast(key: Array, server: ServerState) -> Broadcast:
-            z = sample(server.params, server.base, draws(key))
-            return Broadcast(Sent(z, guide.mean_global(server.params, server.base), theta_of(server)))
+            z, _ = paths(server.params, server.base, draws(key))
+            return Broadcast(Sent(z, self._aid(guide, server), theta_of(server)))
 
         def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
             sent = broadcast.common
+            power = broadcast.each if tempered else None
+            params, base, components, batch, taken = silo.params, silo.base, silo.components, None, None
+            if batching is not None:
+                taken = batches.take(split, batching, jax.random.fold_in(key, 1), data, components)
+                data, components, batch = taken.data, taken.components, taken.batch
+                if guide.local_params:
+                    take = lambda tree: batches.gather(tree, taken, silo_optim.rows)
+                    params, base = take(params), guide.take_rows(base, take)
 
             def one(key: Array, z: Array) -> Any:
                 return silo_bound(
-                    split,
-                    guide,
-                    weighting,
-                    key,
-                    silo.params,
-                    silo.base,
-                    z,
-                    sent.mean,
-                    sent.theta,
-                    data,
-                    silo.components,
+                    split, guide, weighting, key, params, base, z, sent.aid, sent.theta, data, components, batch, power
                 )
 
             if self.num_particles == 1:
@@ -221,13 +252,12 @@ class SFVI(Method):
                 found = jax.vmap(one)(jax.random.split(key, self.num_particles), sent.z)
             average = lambda tree: jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), tree)
             message = Message(
-                found.z / self.num_particles, average(found.mean), average(found.theta), average(found.value)
+                found.z / self.num_particles, average(found.aid), average(found.theta), average(found.value)
             )
-            if not split.groups:
+            if not split.groups or not guide.local_params:
                 return message, silo
             downhill = jax.tree.map(lambda leaf: -jnp.mean(leaf, axis=0), found.params)
-            updates, opt_state = silo_optim.update(downhill, silo.opt_state, silo.params)
-            params = jax.tree.map(lambda p, u: p + u, silo.params, updates)
+            params, opt_state = silo_optim.step(downhill, silo.opt_state, silo.params, params, taken)
             return message, silo._replace(params=params, opt_state=opt_state)
 
         def aggregate(messages: Message, cohort: Cohort) -> Message:
@@ -236,74 +266,83 @@ class SFVI(Method):
 
         def server_step(key: Array, server: ServerState, silos: Message) -> tuple[ServerState, dict]:
             eps = draws(key)
-            z, pull = jax.vjp(lambda params: sample(params, server.base, eps), server.params)
-            _, pull_mean = jax.vjp(lambda params: guide.mean_global(params, server.base), server.params)
+            (z, log_q), pull = jax.vjp(lambda params: paths(params, server.base, eps), server.params)
+            _, pull_aid = jax.vjp(lambda params: self._aid(guide, server._replace(params=params)), server.params)
 
-            def own(z: Array, theta: dict) -> Array:
-                values = jax.vmap(
-                    lambda z: (
-                        split.log_prior(z, theta_of(server, theta))
-                        - guide.log_prob_global(server.params, server.base, z)
-                    )
-                )(z)
-                return jnp.mean(values)
+            def prior(z: Array, theta: dict) -> Array:
+                return jnp.mean(jax.vmap(lambda z: split.log_prior(z, theta_of(server, theta)))(z))
 
-            value, (g_z, g_theta) = jax.value_and_grad(own, argnums=(0, 1))(z, server.theta)
-            g_params = jax.tree.map(jnp.add, pull(g_z + silos.z)[0], pull_mean(silos.mean)[0])
+            value, (g_z, g_theta) = jax.value_and_grad(prior, argnums=(0, 1))(z, server.theta)
+            weight = jnp.full(self.num_particles, -1.0 / self.num_particles, log_q.dtype)
+            g_params = jax.tree.map(jnp.add, pull((g_z + silos.z, weight))[0], pull_aid(silos.aid)[0])
             g_theta = jax.tree.map(lambda g, m, unit: g + m * unit, g_theta, silos.theta, server.theta_base[1])
             downhill = jax.tree.map(jnp.negative, (g_params, g_theta))
             updates, opt_state = optim.update(downhill, server.opt_state, (server.params, server.theta))
             params, theta = jax.tree.map(lambda p, u: p + u, (server.params, server.theta), updates)
             server = server._replace(params=params, theta=theta, opt_state=opt_state)
-            return server, {"loss": -(value + silos.value)}
+            return server, {"loss": jnp.mean(log_q) - value - silos.value}
 
         return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+
+    def _silo_optim(self, split: SplitModel) -> RowOptim:
+        optim = check_optim(self.optim if self.silo_optim is None else self.silo_optim)
+        drawn = tuple(group.name for group in split.groups if group.axes) if self.batch_size is not None else ()
+        return RowOptim(optim, drawn if self.family.local_params else ())
 
     def adopt(
         self, split: SplitModel, server: ServerState, silos: tuple, found: start.Found
     ) -> tuple[ServerState, tuple]:
         """The states of a run that starts from ``found``."""
-        guide = self.family
-        optim = check_optim(self.optim)
-        silo_optim = optim if self.silo_optim is None else check_optim(self.silo_optim)
-        params, base = guide.init_global(found.loc, found.chol, found.sd)
+        guide, optim, silo_optim = self.family.bind(split), check_optim(self.optim), self._silo_optim(split)
+        same = found.source is not None and found.source.family == self.family
+        if same:  # q itself, in its own units
+            params, base = found.source.params, found.source.base
+        else:
+            params, base = guide.start_global(jax.random.key(0), split, found)
+            params |= {name: server.params[name] for name in guide.shared_params}  # no mode of an encoder is found
         theta = jax.tree.map(jnp.zeros_like, split.theta)
         server = ServerState(params, theta, base, (found.theta, found.theta_sd), optim.init((params, theta)))
-        unit = found.sd if found.chol is None else jnp.sqrt(jnp.sum(found.chol**2, axis=1))
+        if not split.groups or not guide.local_params:
+            return server, silos
 
-        def begin(state: SiloState, mode: start.SiloState) -> SiloState:
-            params, base = guide.init_local(split.groups, mode.loc, mode.scale, mode.coupling, unit, state.base.valid)
+        def begin(state: SiloState, mode: Any) -> SiloState:
+            if same:
+                params, base = guide.recentred(*mode, found.source.aid, self._aid(guide, server))
+            else:
+                params, base = guide.adopt_local(split, state.params, state.base, mode, found)
             return state._replace(params=params, base=base, opt_state=silo_optim.init(params))
 
-        return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, found.local, strict=True))
+        modes = found.source.local if same else found.local
+        return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, modes, strict=True))
 
     def found(self, split: SplitModel, server: ServerState, silos: tuple) -> start.Found:
         """A fit of this method as the start of another run."""
-        guide = self.family
-        loc = guide.mean_global(server.params, server.base)
-        if guide.global_cov == "diagonal":
-            chol, sd = None, server.base.scale * jnp.exp(server.params["log_scale"])
-        else:
-            covariance = np.asarray(guide.covariance(server.params, server.base), np.float64)
-            chol = jnp.asarray(np.linalg.cholesky(covariance), loc.dtype)
-            sd = jnp.asarray(1 / np.sqrt(np.diagonal(np.linalg.inv(covariance))), loc.dtype)
+        guide = self.family.bind(split)
+        loc, chol, sd = guide.moments(server.params, server.base)
+        aid = self._aid(guide, server)
 
-        def local(state: SiloState) -> start.SiloState:
-            loc, scale, coupling = {}, {}, {}
-            for g in split.groups:
-                own, base = state.params[g.name], state.base.scale[g.name]
-                loc[g.name] = state.base.loc[g.name] + base * own["loc"]
-                scale[g.name] = base * jnp.exp(own["log_scale"])
-                zero = jnp.zeros((*base.shape, split.dim))
-                coupling[g.name] = base[..., None] * own["coupling"] / state.base.unit if "coupling" in own else zero
-            return start.SiloState(loc, scale, coupling)
+        def one(state: SiloState) -> start.SiloState:
+            return start.SiloState(*guide.summary_local(state.params, state.base, loc, aid))
 
-        states = tuple(jax.vmap(local)(state) for state in silos)
-        return start.Found(loc, chol, sd, self.theta(server), server.theta_base[1], states)
+        own = tuple((state.params, state.base) for state in silos)
+        local = tuple(jax.vmap(one)(state) for state in silos) if guide.local_params and split.groups else ()
+        source = start.Source(self.family, server.params, server.base, aid, own)
+        return start.Found(loc, chol, sd, self.theta(server), server.theta_base[1], local, source)
 
     def with_rounds(self, server: ServerState, silos: tuple, num_rounds: int) -> tuple[ServerState, tuple]:
         server = server._replace(opt_state=with_horizon(server.opt_state, num_rounds))
-        return server, tuple(state._replace(opt_state=with_horizon(state.opt_state, num_rounds)) for state in silos)
+        return server, tuple(self._with_visits(state, num_rounds) for state in silos)
+
+    def _with_visits(self, state: SiloState, num_rounds: int) -> SiloState:
+        """A row's steps are counted by its own visits: in minibatches it is visited in some rounds only."""
+        if self.batch_size is None or not self.family.local_params or not isinstance(state.opt_state, RowState):
+            return state._replace(opt_state=with_horizon(state.opt_state, num_rounds))
+        rows = {}
+        for group, one in state.opt_state.rows.items():
+            number = jnp.sum(state.base.valid[group], axis=-1, keepdims=True)  # (silos, 1)
+            share = jnp.minimum(1.0, self.batch_size / jnp.maximum(number, 1))
+            rows[group] = with_horizon(one, jnp.maximum(1, jnp.round(num_rounds * share)).astype(jnp.int32))
+        return state._replace(opt_state=RowState(rows, with_horizon(state.opt_state.rest, num_rounds)))
 
     # --- what a fit asks for ----------------------------------------------------------------------------------------
 
@@ -312,14 +351,58 @@ class SFVI(Method):
         return jax.tree.map(lambda a, b, t: a + b * t, location, scale, server.theta)
 
     def sample_global(self, split: SplitModel, server: ServerState, key: Array) -> Array:
-        return self.family.sample_global(server.params, server.base, self.family.draw_global(key, split.dim))
+        guide = self.family.bind(split)
+        return guide.path(server.params, server.base, guide.draw_global(key, split.dim))[0]
 
     def sample_local(
-        self, split: SplitModel, server: ServerState, silo: SiloState, key: Array, z: Array, mask: dict[str, Array]
+        self,
+        split: SplitModel,
+        server: ServerState,
+        silo: SiloState,
+        key: Array,
+        z: Array,
+        mask: dict[str, Array],
+        data: SiloData | None = None,
     ) -> dict[str, Array]:
-        guide = self.family
-        eps = jax.tree.map(lambda leaf: leaf[0], guide.draw_local(key, split, mask, 1))
-        return guide.sample_local(silo.params, silo.base, z, guide.mean_global(server.params, server.base), eps)
+        """One draw of a silo's locals given z_G = z. ``data`` are needed where the guide reads them off the data."""
+        guide = self.family.bind(split)
+        aid = self._aid(guide, server)
+        if guide.arbitrary:
+            return guide.draw_with_density(key, split, silo.params, silo.base, z, aid, self.theta(server), data)[0]
+        eps = jax.tree.map(lambda leaf: leaf[0], local.draw_rows(key, split, mask, 1))
+        return local.sample(guide.condition(silo.params, silo.base, z, aid, data), eps)
+
+    def point(
+        self, split: SplitModel, server: ServerState, silo: SiloState, data: SiloData
+    ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
+        z = self.sample_global(split, server, jax.random.key(0))
+        z_local = self.sample_local(split, server, silo, jax.random.key(0), z, data.mask, data)
+        return z, z_local, self.theta(server)
+
+    def elbo(self, prepared: Prepared, stack: Stack, server: ServerState, silos: tuple, key: Array) -> Array:
+        """One draw of the evidence bound of all silos together, at these states. Nothing moves."""
+        split, weighting = prepared.split, prepared.notes["weighting"]
+        guide = self.family.bind(split)
+        z, log_q = guide.path(server.params, server.base, guide.draw_global(key, split.dim))
+        theta, aid = self.theta(server), self._aid(guide, server)
+        total = split.log_prior(z, theta) - log_q
+        for bucket, states in zip(stack.buckets, silos, strict=True):
+
+            def one(identity: Array, state: SiloState, args: Any, mask: Any) -> Array:
+                data = SiloData(args, mask, stack.shared)
+                own = jax.random.fold_in(key, identity)
+                return silo_bound(
+                    split, guide, weighting, own, state.params, state.base, z, aid, theta, data, state.components
+                ).value
+
+            total = total + jnp.sum(jax.vmap(one)(identities(bucket.names), states, bucket.args, bucket.mask))
+        return total
+
+
+def _long_format(split: SplitModel) -> bool:
+    """Whether local latents lie along another axis than the observations."""
+    observed = {axis for s in split.partition.sites if s.role in ("observed", "factor") for axis, _ in s.axes}
+    return bool({axis for group in split.groups for axis, _ in group.axes} - observed)
 
 
 def _finder(split: SplitModel) -> Any:

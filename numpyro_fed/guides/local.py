@@ -1,0 +1,231 @@
+r"""A normal over a silo's locals given the globals, in the silo.
+
+.. math:: z_{Lj} = \bar\mu_j + C_j (z_G - \mu_G) + \sigma_j \odot (L_j \epsilon_j)
+
+The coupling :math:`C_j` lets local latents move with the global ones, which is what makes the marginals of :math:`z_G`
+right. Parameters are measured in units of a base, as those of the globals are.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.linalg import solve_triangular
+
+from numpyro_fed.guides.normal import LOG_2PI
+from numpyro_fed.padding import SiloData
+from numpyro_fed.split_model import Group, SplitModel
+from numpyro_fed.tracing import digest
+
+Array = Any
+SCALE_RANGE = 2.0  # a draw far out must not make scales overflow: log-scales move linearly, up to about this much
+
+
+class LocalBase(NamedTuple):
+    loc: dict[str, Array]  # {group: (rows, k)}
+    scale: dict[str, Array]  # {group: (rows, k)}
+    unit: Array  # (d,): the globals' scale, in which the coupling is measured
+    valid: dict[str, Array]  # {group: bool (rows,)}: rows that are not padding
+    centre: Array  # (d,): mu_G, where it is not the guide's own mean
+
+
+class Conditional(NamedTuple):
+    """q(z_L | z_G) at one z_G: a normal, row by row unless ``mixing`` joins the rows."""
+
+    loc: dict[str, Array]  # {group: (rows, k)}
+    log_scale: dict[str, Array]  # {group: (rows, k)}
+    tril: dict[str, Array]  # {group: (rows, k (k - 1) / 2)}: strictly lower triangular, where rows have k > 1
+    mixing: Array | None = None  # strictly lower triangular over all locals of a silo
+
+
+class LocalNormal:
+    """Rows with parameters of their own: a mixin with the fields of :class:`~numpyro_fed.guides.StructuredNormal`."""
+
+    local_cov: str
+    coupling: bool
+    scale_coupling: bool
+
+    def init_local(
+        self,
+        groups: tuple[Group, ...],
+        loc: dict,
+        scale: dict,
+        coupling: dict,
+        unit: Array,
+        valid: dict,
+        centre: Array | None = None,
+    ) -> tuple[dict, LocalBase]:
+        """Parameters and base of a start: each group's mean and scale (rows, k) and coupling (rows, k, d), if any."""
+        params: dict[str, Any] = {}
+        d = unit.shape[0]
+        for group in groups:
+            rows, k = loc[group.name].shape
+            own = {"loc": jnp.zeros((rows, k)), "log_scale": jnp.zeros((rows, k))}
+            if self.local_cov == "block" and k > 1:
+                own["tril"] = jnp.zeros((rows, k * (k - 1) // 2))
+            if self.coupling and d:
+                zero = jnp.zeros((rows, k, d))
+                found = coupling[group.name] if group.name in coupling else zero
+                own["coupling"] = found * unit / scale[group.name][..., None]
+            if self.scale_coupling and d:
+                own["scale_coupling"] = jnp.zeros((rows, k, d))
+            params[group.name] = own
+        if self.local_cov == "full" and groups:
+            size = sum(leaf.size for leaf in loc.values())
+            params["tril"] = jnp.zeros((size, size))
+        return params, LocalBase(loc, scale, unit, valid, jnp.zeros(d) if centre is None else centre)
+
+    needs_data = False  # q(z_L | z_G) is a matter of parameters alone
+    arbitrary = False  # its conditional is a normal
+    can_start = True  # mode finding gives it a start
+    shared_params: tuple[str, ...] = ()  # parameters that all silos share
+
+    @property
+    def local_params(self) -> bool:
+        """Whether rows have parameters of their own."""
+        return True
+
+    def start_local(self, key: Array, split: SplitModel, data: SiloData) -> tuple[dict, LocalBase]:
+        """Parameters and base where no start was looked for."""
+        zeros = split.zeros_local(data.mask)
+        valid = {g.name: split.row_mask(g, data.mask) for g in split.groups}
+        scale = jax.tree.map(lambda value: jnp.full_like(value, 0.5), zeros)
+        return self.init_local(split.groups, zeros, scale, {}, jnp.ones(split.dim), valid)
+
+    def adopt_local(self, split: SplitModel, params: dict, base: LocalBase, mode: Any, found: Any) -> tuple:
+        """Parameters and base at the locals that a start found."""
+        unit = found.sd if found.chol is None else jnp.sqrt(jnp.sum(found.chol**2, axis=1))
+        return self.init_local(split.groups, mode.loc, mode.scale, mode.coupling, unit, base.valid, found.loc)
+
+    def take_rows(self, base: LocalBase, take: Any) -> LocalBase:
+        """The base of some rows."""
+        return base._replace(loc=take(base.loc), scale=take(base.scale), valid=take(base.valid))
+
+    def recentred(self, params: dict, base: LocalBase, old: Any, new: Any) -> tuple[dict, LocalBase]:
+        """The same conditional around another centre (to first order, where scales are coupled)."""
+        centre = lambda aid: base.centre if isinstance(aid, tuple) else aid
+        shift = (centre(new) - centre(old)) / base.unit
+        out = dict(params)
+        for group in base.loc:
+            own = dict(params[group])
+            if "coupling" in own:
+                own["loc"] = own["loc"] + _coupled(own["coupling"], shift)
+            if "scale_coupling" in own:
+                moved = _coupled(own["scale_coupling"], shift)
+                own["log_scale"] = own["log_scale"] + SCALE_RANGE * jnp.tanh(moved / SCALE_RANGE)
+            out[group] = own
+        return out, base
+
+    def start_aid(self, key: Array, split: SplitModel) -> dict[str, Any]:
+        """Parameters of the locals' guide that all silos share: none."""
+        return {}
+
+    def condition(self, params: dict, base: LocalBase, z: Array, aid: Array, data: Any = None) -> Conditional:
+        """q(z_L | z_G = z). ``aid`` is the guide's centre mu_G; () stands for the base's, which does not move."""
+        shift = (z - (base.centre if isinstance(aid, tuple) else aid)) / base.unit
+        loc, log_scale, tril = {}, {}, {}
+        for group in base.loc:
+            own, unit = params[group], base.scale[group]
+            moved = own["loc"] + _coupled(own["coupling"], shift) if "coupling" in own else own["loc"]
+            loc[group] = base.loc[group] + unit * moved
+            log_scale[group] = own["log_scale"] + jnp.log(unit)
+            if "scale_coupling" in own:
+                moved = _coupled(own["scale_coupling"], shift)
+                log_scale[group] = log_scale[group] + SCALE_RANGE * jnp.tanh(moved / SCALE_RANGE)
+            if "tril" in own:
+                tril[group] = own["tril"]
+        mixing = _lower(params["tril"], base.loc, base.valid) if self.local_cov == "full" and base.loc else None
+        return Conditional(loc, log_scale, tril, mixing)
+
+    def summary_local(self, params: dict, base: LocalBase, z: Array, aid: Array) -> tuple[dict, dict, dict]:
+        """Location at z_G = z, scale and coupling, each {group: ...}: what another run can start from."""
+        found = self.condition(params, base, z, aid)
+        coupling = {}
+        for group in found.loc:
+            own, unit = params[group], base.scale[group]
+            if "coupling" in own:
+                coupling[group] = unit[..., None] * own["coupling"] / base.unit
+        return found.loc, jax.tree.map(jnp.exp, found.log_scale), coupling
+
+
+def draw_rows(key: Array, split: SplitModel, mask: dict[str, Array], num: int) -> dict[str, Array]:
+    """Standard normals, {group: (num, rows, k)}. A row's numbers depend on its place, not on the padding."""
+    out = {}
+    for group in split.groups:
+        own = key if len(split.groups) == 1 else jax.random.fold_in(key, digest(group.name))
+        shape = group.row_shape(mask)
+        if len(shape) > 1:
+            keys = jax.vmap(lambda i, own=own: jax.random.fold_in(own, i))(jnp.arange(shape[0]))
+            tail = (int(np.prod(shape[1:])), num, group.size)
+            eps = jax.vmap(lambda one, tail=tail: jax.random.normal(one, tail))(keys).reshape(-1, num, group.size)
+        else:
+            eps = jax.random.normal(own, (group.num_rows(mask), num, group.size))
+        out[group.name] = jnp.moveaxis(eps, 1, 0)
+    return out
+
+
+def spread(given: Conditional, eps: dict) -> dict:
+    """z_L minus its mean, from one set of standard normals."""
+    if given.mixing is not None:
+        flat = _flat(eps)
+        eps = _regrouped(flat + given.mixing @ flat, eps)
+    out = {}
+    for group, white in eps.items():
+        if group in given.tril:
+            white = white + jnp.einsum("rij,rj->ri", _unpacked(given.tril[group], white.shape[-1]), white)
+        out[group] = jnp.exp(given.log_scale[group]) * white
+    return out
+
+
+def log_prob_spread(given: Conditional, spread: dict, active: dict) -> dict:
+    """log q(z_L | z_G) from z_L minus its mean, {group: (rows,)}; inactive elements (padding) are left out."""
+    white = {}
+    for group, value in spread.items():
+        white[group] = value * jnp.exp(-given.log_scale[group])
+        if group in given.tril:
+            k = value.shape[-1]
+            unit = _unpacked(given.tril[group], k) + jnp.eye(k)
+            white[group] = solve_triangular(unit, white[group][..., None], lower=True, unit_diagonal=True)[..., 0]
+    if given.mixing is not None:
+        flat = _flat(white)
+        unit = given.mixing + jnp.eye(flat.shape[0])
+        white = _regrouped(solve_triangular(unit, flat, lower=True, unit_diagonal=True), white)
+    density = lambda group: -0.5 * white[group] ** 2 - given.log_scale[group] - 0.5 * LOG_2PI
+    return {group: jnp.sum(jnp.where(active[group], density(group), 0.0), axis=-1) for group in spread}
+
+
+def sample(given: Conditional, eps: dict) -> dict:
+    """z_L from one set of standard normals."""
+    return jax.tree.map(jnp.add, given.loc, spread(given, eps))
+
+
+def _coupled(coupling: Array, shift: Array) -> Array:
+    """(rows, k, d) times (d,). For few globals a sum of columns: a batch of small matrix products is slower."""
+    if shift.shape[0] > 8:
+        return coupling @ shift
+    return sum((coupling[..., a] * shift[a] for a in range(shift.shape[0])), jnp.zeros(coupling.shape[:-1]))
+
+
+def _unpacked(packed: Array, k: int) -> Array:
+    """Strictly lower triangular matrices from their entries: (rows, k (k - 1) / 2) -> (rows, k, k)."""
+    i, j = np.tril_indices(k, -1)
+    return jnp.zeros((*packed.shape[:-1], k, k), packed.dtype).at[..., i, j].set(packed)
+
+
+def _lower(tril: Array, like: dict, valid: dict) -> Array:
+    """The strictly lower triangular mixing matrix; padded rows neither mix nor are mixed."""
+    real = _flat({group: jnp.broadcast_to(valid[group][:, None], like[group].shape) for group in like})
+    return jnp.where(real[:, None] & real[None, :], jnp.tril(tril, -1), 0.0)
+
+
+def _flat(values: dict) -> Array:
+    return jnp.concatenate([values[group].reshape(-1) for group in sorted(values)])
+
+
+def _regrouped(flat: Array, like: dict) -> dict:
+    out, start = {}, 0
+    for group in sorted(like):
+        out[group] = flat[start : start + like[group].size].reshape(like[group].shape)
+        start += like[group].size
+    return out

@@ -1,0 +1,153 @@
+"""Each silo alone: what federation is to be measured against.
+
+Every silo runs SFVI with itself as the only silo, all of them side by side in one compiled program. Nothing is shared
+but the model: each silo has its own start, its own posterior of the globals and its own theta.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed import start
+from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.engines.base import Stack
+from numpyro_fed.fit import Fit, State
+from numpyro_fed.methods.base import Prepared
+from numpyro_fed.methods.sfvi import SFVI
+from numpyro_fed.silos import Silos
+from numpyro_fed.split_model import SplitModel
+
+Array = Any
+
+
+class Alone(NamedTuple):
+    """A silo that is its own server."""
+
+    server: Any
+    silo: Any
+
+
+def alone(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
+    """Every silo runs the algorithm with itself. What a silo tells is its row of the history, and nobody acts on it."""
+
+    def init_silo(key: Array, broadcast: Broadcast, data: Any) -> Alone:
+        server = algorithm.init(key)
+        return Alone(server, algorithm.init_silo(key, algorithm.broadcast(key, server), data))
+
+    def silo_step(key: Array, broadcast: Broadcast, state: Alone, data: Any) -> tuple[dict, Alone]:
+        at_server, in_silo = jax.random.split(key)
+        message, silo = algorithm.silo_step(in_silo, algorithm.broadcast(at_server, state.server), state.silo, data)
+        one = jax.tree.map(lambda leaf: leaf[None], message)
+        found = algorithm.aggregate(one, Cohort(jnp.zeros(1, int), 1))
+        server, info = algorithm.server_step(at_server, state.server, found)
+        return info, Alone(server, silo)
+
+    def server_step(key: Array, server: tuple, info: dict) -> tuple[tuple, dict]:
+        total = {"loss": jnp.sum(info["loss"])} | ({"gain": jnp.max(info["gain"])} if "gain" in info else {})
+        return server, {**total, **{f"{name}_by_silo": rows for name, rows in info.items()}}
+
+    return FederatedAlgorithm(
+        init=lambda key: (),
+        init_silo=init_silo,
+        broadcast=lambda key, server: Broadcast(()),
+        silo_step=silo_step,
+        aggregate=lambda messages, cohort: messages,
+        server_step=server_step,
+    )
+
+
+class Fits(Mapping[str, Fit]):
+    """The silos' fits, by name, each an ordinary :class:`~numpyro_fed.Fit`."""
+
+    def __init__(self, fits: dict[str, Fit]) -> None:
+        self._fits = fits
+
+    def __getitem__(self, silo: str) -> Fit:
+        if silo not in self._fits:
+            raise KeyError(f"no silo is named {silo!r}; the silos are {', '.join(map(repr, self._fits))}")
+        return self._fits[silo]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fits)
+
+    def __len__(self) -> int:
+        return len(self._fits)
+
+    def __repr__(self) -> str:
+        names = list(self._fits)
+        shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+        return f"Fits of {len(names)} silos, each alone: {shown}"
+
+
+@dataclass(frozen=True)
+class Independent(SFVI):
+    """Each silo alone, with the settings of :class:`~numpyro_fed.SFVI`.
+
+    ``run`` returns ``{silo: Fit}``, which goes straight into a comparison:
+
+        >>> fits = nf.Independent(model).run(jax.random.key(0), silos)  # doctest: +SKIP
+        >>> nf.compare({"together": fit, **fits}, reference=ref)  # doctest: +SKIP
+    """
+
+    def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
+        prepared = super().prepare(split, stack)
+        mode = None if prepared.mode is None else alone(prepared.mode)
+        return prepared._replace(algorithm=alone(prepared.algorithm), mode=mode)
+
+    def started(self, split: SplitModel, server: Any, silos: tuple) -> list | None:
+        """By bucket, each silo's own start."""
+        by_bucket = []
+        for states in silos:
+            if not np.all(np.isfinite(states.server.value)):
+                return None
+            each = [jax.tree.map(lambda leaf, j=j: leaf[j], states) for j in range(states.server.value.shape[0])]
+            add_axis = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
+            by_bucket.append([start.found(split, one.server, (add_axis(one.silo),)) for one in each])
+        return by_bucket
+
+    def adopt(self, split: SplitModel, server: Any, silos: tuple, found: list) -> tuple[Any, tuple]:
+        out = []
+        for states, starts in zip(silos, found, strict=True):
+            adopted = []
+            for j, one in enumerate(starts):
+                own = jax.tree.map(lambda leaf, j=j: leaf[j], states.server)
+                state = jax.tree.map(lambda leaf, j=j: leaf[j : j + 1], states.silo)
+                new, (state,) = super().adopt(split, own, (state,), one)
+                adopted.append(Alone(new, jax.tree.map(lambda leaf: leaf[0], state)))
+            out.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *adopted))
+        return server, tuple(out)
+
+    def with_rounds(self, server: Any, silos: tuple, num_rounds: int) -> tuple[Any, tuple]:
+        out = []
+        for states in silos:
+            own, (silo,) = super().with_rounds(states.server, (states.silo,), num_rounds)
+            out.append(Alone(own, silo))
+        return server, tuple(out)
+
+    def point(self, split: SplitModel, server: Any, silo: Alone, data: Any) -> tuple[Array, dict, dict]:
+        return super().point(split, silo.server, silo.silo, data)
+
+    def run(self, rng_key: Any, silos: Silos, num_rounds: int | None = None, **options: Any) -> Fits:  # type: ignore[override]
+        """Fit the model to each silo by itself; the arguments are those of :meth:`numpyro_fed.SFVI.run`."""
+        if options.get("init_state") is not None:
+            raise ValueError("Independent takes no init_state: silos that start from a common fit are not independent")
+        if options.get("schedule") is not None:
+            raise ValueError("Independent takes no schedule: every silo works by itself")
+        fit = super().run(rng_key, silos, num_rounds, **options)
+        return Fits({name: self._one(fit, name) for name in fit.state.names})
+
+    def _one(self, fit: Fit, name: str) -> Fit:
+        state, bucket = fit.state.silo(name)
+        method = SFVI(**{field.name: getattr(self, field.name) for field in fields(SFVI)})
+        local = jax.tree.map(lambda leaf: leaf[None], state.silo)
+        at = fit.state.names.index(name)
+        loss = fit.history["loss_by_silo"][:, at]
+        nothing = np.zeros(len(loss), int)
+        history = {"loss": loss, "bytes_up": nothing, "bytes_down": nothing, "start": fit.history["start"]}
+        only = State("SFVI", (name,), ((name,),), state.server, (local,), fit.state.round)
+        silos = None if fit.silos is None else fit.silos.only(name)
+        return replace(fit, method=method, state=only, history=history, padded=(fit.padded[bucket],), silos=silos)
