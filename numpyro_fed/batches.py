@@ -1,7 +1,7 @@
 r"""Minibatches inside a silo.
 
-A step looks at ``size`` rows of the silo's own axis, drawn without replacement; their terms count ``n / size`` times, so
-value and gradients are unbiased for the whole silo's. Only these rows' local parameters and optimiser state move. In
+A step looks at ``size`` rows of the silo's own axis, drawn without replacement; their terms count ``n / size`` times,
+so value and gradients are unbiased for the whole silo's. Only these rows' local parameters and optimiser state move. In
 long format whole groups are drawn (a county with its homes): a local row must meet all its observations, or its own
 density would be counted against a part of them.
 
@@ -39,7 +39,7 @@ class Taken(NamedTuple):
     data: SiloData
     components: Components | None
     batch: Batch
-    index: Array | None  # (size,) local rows in the batch; the number of rows where there is none
+    place: Array | None  # (size,) local rows in the batch; the number of rows where there is none
     moved: dict[str, Array] | None  # long format: {group: bool (rows,)}
 
 
@@ -53,11 +53,12 @@ def draw(key: Array, total: Array, size: int) -> Array:
     >>> draw(jax.random.key(0), jnp.array(2), 4).tolist()[2:]
     [2, 2]
     """
+    total = jnp.asarray(total, jnp.int32)
     number = jnp.minimum(total, size)
     uniform = jax.random.uniform(key, (size,))
 
     def add(i: Array, chosen: Array) -> Array:
-        last = total - number + i
+        last = total - number + i.astype(jnp.int32)
         new = jnp.minimum((uniform[i] * (last + 1)).astype(jnp.int32), last)
         return chosen.at[i].set(jnp.where(jnp.any(chosen == new), last, new))
 
@@ -93,10 +94,9 @@ def plan(split: SplitModel, stack: Stack, weighting: Weighting, size: int, found
     limit = 0
     for bucket, one in zip(stack.buckets, found, strict=True):
         for j in range(len(bucket.names)):
-            component = _row_component(split, unit, jax.tree.map(lambda leaf, j=j: leaf[j], one))
+            component = np.asarray(_row_component(split, unit, jax.tree.map(lambda leaf, j=j: leaf[j], one)))
             valid = np.asarray(bucket.mask[unit][j])
-            number = next(iter(one.rows.values())).shape[-1] if len(one.rows) == 1 else None
-            free = component[valid] >= (number or np.inf)
+            free = component[valid] >= sum(rows.shape[-1] for rows in one.rows.values())
             if np.any(free):
                 raise ValueError(
                     f"batch_size=: observation {int(np.flatnonzero(free)[0])} of silo {bucket.names[j]!r} belongs to "
@@ -111,16 +111,10 @@ def _row_component(split: SplitModel, unit: str, found: Components) -> Array:
     """The component of each element of the observations' axis."""
     for site in split.partition.sites:
         if site.role in ("observed", "factor") and not site.at_server and site.name in found.terms:
-            dims = [dim for axis, dim in site.axes if axis == unit]
-            ids = jnp.moveaxis(found.terms[site.name], dims[0], 0)
-            return np.asarray(jnp.min(ids.reshape(ids.shape[0], -1), axis=1)) if not _traced(ids) else jnp.min(
-                ids.reshape(ids.shape[0], -1), axis=1
-            )  # fmt: skip
+            (dim,) = (dim for axis, dim in site.axes if axis == unit)
+            ids = jnp.moveaxis(found.terms[site.name], dim, 0)
+            return jnp.min(ids.reshape(ids.shape[0], -1), axis=1)
     raise AssertionError("observations lie along the axis")
-
-
-def _traced(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)
 
 
 def take(split: SplitModel, batching: Batching, key: Array, data: SiloData, found: Components | None) -> Taken:
@@ -142,8 +136,8 @@ def take_rows(
     real = jnp.repeat(inside, batching.rows) if batching.rows > 1 else inside
     factor = total / jnp.sum(inside)
     count = data.mask[batching.axis].shape[-1] // batching.rows
-    index = jnp.where(inside, chosen, count)
-    return Taken(_gathered(split, batching.axis, data, element, real), found, Batch(batching.axis, factor), index, None)
+    place = jnp.where(inside, chosen, count)
+    return Taken(_gathered(split, batching.axis, data, element, real), found, Batch(batching.axis, factor), place, None)
 
 
 def _gathered(split: SplitModel, axis: str, data: SiloData, element: Array, real: Array) -> SiloData:
@@ -192,9 +186,9 @@ def take_groups(
 
 def gather(tree: Any, taken: Taken, groups: tuple[str, ...]) -> Any:
     """The rows in the batch, of a dict over groups; other groups whole."""
-    if taken.index is None:
+    if taken.place is None:
         return tree
-    rows = lambda leaf: jnp.take(leaf, taken.index, axis=0, mode="clip")
+    rows = lambda leaf: jnp.take(leaf, taken.place, axis=0, mode="clip")
     return {name: jax.tree.map(rows, value) if name in groups else value for name, value in tree.items()}
 
 
@@ -204,8 +198,8 @@ def scatter(old: Any, new: Any, taken: Taken, groups: tuple[str, ...]) -> Any:
     def put(name: str) -> Any:
         if name not in groups:
             return new[name]
-        if taken.index is not None:
-            return jax.tree.map(lambda a, b: a.at[taken.index].set(b, mode="drop"), old[name], new[name])
+        if taken.place is not None:
+            return jax.tree.map(lambda a, b: a.at[taken.place].set(b, mode="drop"), old[name], new[name])
         assert taken.moved is not None
         where = lambda leaf: taken.moved[name].reshape((-1,) + (1,) * (leaf.ndim - 1))
         return jax.tree.map(lambda a, b: jnp.where(where(a), b, a), old[name], new[name])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 
-from numpyro_fed import arguments, export, forward, predict, summary
+from numpyro_fed import arguments, export, forward, predict, summary, units
 from numpyro_fed.engines.base import Stack
 from numpyro_fed.keys import check_key
 from numpyro_fed.padding import SiloData, from_arguments, silo_data
@@ -113,14 +113,14 @@ class Fit:
             return self._encoded(_keys(rng_key, num_samples), data)
         assert silo is not None
         state, _ = self.state.silo(silo)
-        mask, data = self._data(silo)
+        mask, own = self._data(silo)
         if self.reads_data:
             self.need_silos(f"draws of {silo!r}'s latents, which the encoder reads off its data,")
         keys, identity = _keys(rng_key, num_samples), np.uint32(digest(silo))
-        draws, local = self._local_draws(keys, identity, self.state.server, state, mask, data)
+        draws, local = self._local_draws(keys, identity, self.state.server, state, mask, own)
         if self.silos is None:
             local = {name: value for name, value in local.items() if name not in self._from_data}
-        return {**draws, **self._unpad(local, silo, data)}
+        return {**draws, **self._unpad(local, silo, own)}
 
     @cached_property
     def _local_draws(self) -> Any:
@@ -150,12 +150,12 @@ class Fit:
         return getattr(getattr(self.method, "family", None), "needs_data", False)
 
     def _encoded(self, keys: Array, data: Mapping[str, Any]) -> dict[str, Array]:
-        kwargs, lengths = predict.new_arguments(self, data, None)
-        if not predict.encodes(self, data):
+        kwargs, lengths = units.new_arguments(self, data, None)
+        if not units.encodes(self, data):
             raise ValueError(
                 "the latents of new units are read off their data by an amortised guide (nf.guides.Amortised), which "
                 "needs all of its inputs in data. This fit has "
-                + (f"inputs {', '.join(predict.inputs(self))}" if predict.inputs(self) else "another guide")
+                + (f"inputs {', '.join(units.inputs(self))}" if units.inputs(self) else "another guide")
                 + "; fit.predict(key, data) draws such latents from their prior instead."
             )
         new = from_arguments(kwargs, self.split.spec, lengths)

@@ -31,14 +31,17 @@ DEFAULT = optax.chain(optax.scale_by_adam(), optax.GradientTransformation(_init,
 """Adam whose step falls on a cosine from 0.02 to 0.0002 over the rounds of a run, in units of the start's sds."""
 
 
-def with_horizon(opt_state: Any, num_rounds: int) -> Any:
+def with_horizon(opt_state: Any, num_rounds: Any) -> Any:
     """The optimiser's state with the default schedule set to ``num_rounds``; other states are unchanged."""
     is_horizon = lambda node: isinstance(node, HorizonState)
 
     def reset(node: Any) -> Any:
         if not is_horizon(node):
             return node
-        return HorizonState(jnp.zeros_like(node.count), jnp.full_like(node.horizon, num_rounds))
+        return HorizonState(
+            jnp.zeros_like(node.count),
+            jnp.broadcast_to(jnp.asarray(num_rounds, node.horizon.dtype), node.horizon.shape),
+        )
 
     return jax.tree.map(reset, opt_state, is_leaf=is_horizon)
 

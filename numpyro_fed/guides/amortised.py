@@ -61,7 +61,8 @@ def _any_init(init: Callable) -> Callable:
 def _from_nnx(module: Any) -> Encoder:
     from flax import nnx
 
-    graph, params, rest = nnx.split(module, nnx.Param, ...)
+    graph, *states = nnx.split(module, nnx.Param, ...)
+    params, rest = states
     others = sorted(
         {type(leaf).__name__ for leaf in jax.tree.leaves(rest, is_leaf=lambda v: isinstance(v, nnx.Variable))}
     )
@@ -168,8 +169,8 @@ class Amortised(GlobalNormal):
             wrong = [name for name in self.inputs if name not in given]
             if wrong:
                 raise ValueError(
-                    f"Amortised: inputs= names {wrong[0]!r}, but the arguments with a row for each of {group.name!r} are "
-                    f"{', '.join(given)}"
+                    f"Amortised: inputs= names {wrong[0]!r}, but the arguments with a row for each of {group.name!r} "
+                    f"are {', '.join(given)}"
                 )
         row = jnp.zeros(self._row_size(split))
         try:
@@ -190,6 +191,11 @@ class Amortised(GlobalNormal):
     def _arguments(self, split: SplitModel) -> list[str]:
         axis = split.groups[0].axes[0][0]
         return [leaf.path for leaf in split.spec.own if leaf.dtype is not None and leaf.axis == axis]
+
+    def argument_names(self, split: SplitModel) -> tuple[str, ...]:
+        """Paths of the arguments that the encoder may read."""
+        found = self._arguments(split)
+        return tuple(found if self.inputs is None or callable(self.inputs) else self.inputs)
 
     def _row_size(self, split: SplitModel) -> int:
         data = split.spec.dummy()._replace(shared=split.shared)

@@ -1,8 +1,8 @@
 """Guides that users write: ordinary NumPyro functions of the model's arguments.
 
-A guide samples the model's latent sites, with its own ``numpyro.param``. Its global sites are drawn at the server, which
-has no data; its local sites, those in the silo's plates, in the silo. Parameters with a value for each row of a silo
-stay in it; the others are the server's, which sends to the silos those that local sites use.
+A guide samples the model's latent sites, with its own ``numpyro.param``. Its global sites are drawn at the server,
+which has no data; its local sites, those in the silo's plates, in the silo. Parameters with a value for each row of a
+silo stay in it; the others are the server's, which sends to the silos those that local sites use.
 """
 
 import inspect
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.guides.amortised import Amortised
-from numpyro_fed.guides.auto import rebuilt
+from numpyro_fed.guides.auto import drawn_moments, rebuilt
 from numpyro_fed.guides.normal import GlobalBase
 from numpyro_fed.guides.structured import StructuredNormal
 from numpyro_fed.guides.traced import (
@@ -48,7 +48,8 @@ def as_guide(guide: Any) -> Any:
         return GuideFunction(guide)
     got = repr(guide) if isinstance(guide, str) else f"a {type(guide).__name__}"
     raise TypeError(
-        f"guide must be nf.guides.StructuredNormal(...), nf.guides.Amortised(...) or a NumPyro guide function, got {got}"
+        "guide must be nf.guides.StructuredNormal(...), nf.guides.Amortised(...) or a NumPyro guide function, got "
+        f"{got}"
     )
 
 
@@ -122,7 +123,7 @@ class _BoundFunction:
         try:
             traced = trace_silo(self.function, "any", kwargs)
         except ValueError as error:
-            raise ValueError(f"the guide cannot be traced: {str(error).removeprefix(chr(39))}") from error
+            raise ValueError(f"guide {family!r}: {error}".replace("silo 'any': the model", "it")) from error
         drawn = {name: site for name, site in traced.sites.items() if site.kind in ("latent", "observed")}
         _check_sites(split, drawn)
         params = [name for name, site in traced.sites.items() if site.kind == "param"]
@@ -146,14 +147,13 @@ class _BoundFunction:
         self.at_server = tuple(name for name in params if name not in grown)
         self.sent = tuple(name for name in self.at_server if name in used)
         self.local_params = bool(self.at_silo)
-        trace = jax.eval_shape  # the constraints are not arrays: a run on shapes shows them
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {}  # the constraints are no arrays: a run on shapes shows them
 
         def look() -> int:
             found.update(param_constraints(self._run(jax.random.key(0), {}, data)))
             return 0
 
-        trace(look)
+        jax.eval_shape(look)
         self.limits = found
 
     def _run(self, key: Array, params: dict, data: SiloData, held: dict | None = None) -> dict[str, dict]:
@@ -187,8 +187,6 @@ class _BoundFunction:
     fixed_aid = aid
 
     def moments(self, params: dict[str, Any], base: GlobalBase) -> tuple[Array, Array | None, Array]:
-        from numpyro_fed.guides.auto import drawn_moments
-
         return drawn_moments(self, params, base)
 
     # --- over a silo's locals ---------------------------------------------------------------------------------------

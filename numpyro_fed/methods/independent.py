@@ -109,7 +109,7 @@ class Independent(SFVI):
             by_bucket.append([start.found(split, one.server, (add_axis(one.silo),)) for one in each])
         return by_bucket
 
-    def adopt(self, split: SplitModel, server: Any, silos: tuple, found: list) -> tuple[Any, tuple]:
+    def adopt(self, split: SplitModel, server: Any, silos: tuple, found: Any) -> tuple[Any, tuple]:
         out = []
         for states, starts in zip(silos, found, strict=True):
             adopted = []
@@ -128,7 +128,7 @@ class Independent(SFVI):
             out.append(Alone(own, silo))
         return server, tuple(out)
 
-    def point(self, split: SplitModel, server: Any, silo: Alone, data: Any) -> tuple[Array, dict, dict]:
+    def point(self, split: SplitModel, server: Any, silo: Any, data: Any) -> tuple[Array, dict, dict]:
         return super().point(split, silo.server, silo.silo, data)
 
     def run(self, rng_key: Any, silos: Silos, num_rounds: int | None = None, **options: Any) -> Fits:  # type: ignore[override]

@@ -171,10 +171,12 @@ class SFVI(Method):
             weighting = self._weighting(split, stack, found)
         if self.batch_size is None:
             return weighting, None
+        if weighting.rows == "indexed" and not long:  # a latent that the silo has once joins all its rows
+            weighting = Weighting(self.importance_samples or 1)
         if weighting.num > 1 and weighting.rows == "whole":
             raise ValueError(
-                f"batch_size= with importance_samples={weighting.num} needs local rows that can be weighted one by one, "
-                "and here they meet: pass importance_samples=1"
+                f"batch_size= with importance_samples={weighting.num} needs local rows that can be weighted one by "
+                "one, and here they meet: pass importance_samples=1"
             )
         return weighting, batches.plan(split, stack, weighting, self.batch_size, found)
 
@@ -289,14 +291,12 @@ class SFVI(Method):
         drawn = tuple(group.name for group in split.groups if group.axes) if self.batch_size is not None else ()
         return RowOptim(optim, drawn if self.family.local_params else ())
 
-    def adopt(
-        self, split: SplitModel, server: ServerState, silos: tuple, found: start.Found
-    ) -> tuple[ServerState, tuple]:
+    def adopt(self, split: SplitModel, server: ServerState, silos: tuple, found: Any) -> tuple[ServerState, tuple]:
         """The states of a run that starts from ``found``."""
         guide, optim, silo_optim = self.family.bind(split), check_optim(self.optim), self._silo_optim(split)
-        same = found.source is not None and found.source.family == self.family
-        if same:  # q itself, in its own units
-            params, base = found.source.params, found.source.base
+        source = found.source if found.source is not None and found.source.family == self.family else None
+        if source is not None:  # q itself, in its own units
+            params, base = source.params, source.base
         else:
             params, base = guide.start_global(jax.random.key(0), split, found)
             params |= {name: server.params[name] for name in guide.shared_params}  # no mode of an encoder is found
@@ -306,13 +306,13 @@ class SFVI(Method):
             return server, silos
 
         def begin(state: SiloState, mode: Any) -> SiloState:
-            if same:
-                params, base = guide.recentred(*mode, found.source.aid, self._aid(guide, server))
+            if source is not None:
+                params, base = guide.recentred(*mode, source.aid, self._aid(guide, server))
             else:
                 params, base = guide.adopt_local(split, state.params, state.base, mode, found)
             return state._replace(params=params, base=base, opt_state=silo_optim.init(params))
 
-        modes = found.source.local if same else found.local
+        modes = found.local if source is None else source.local
         return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, modes, strict=True))
 
     def found(self, split: SplitModel, server: ServerState, silos: tuple) -> start.Found:
@@ -358,7 +358,7 @@ class SFVI(Method):
         self,
         split: SplitModel,
         server: ServerState,
-        silo: SiloState,
+        silo: Any,
         key: Array,
         z: Array,
         mask: dict[str, Array],
@@ -373,7 +373,7 @@ class SFVI(Method):
         return local.sample(guide.condition(silo.params, silo.base, z, aid, data), eps)
 
     def point(
-        self, split: SplitModel, server: ServerState, silo: SiloState, data: SiloData
+        self, split: SplitModel, server: ServerState, silo: Any, data: SiloData
     ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
         z = self.sample_global(split, server, jax.random.key(0))
         z_local = self.sample_local(split, server, silo, jax.random.key(0), z, data.mask, data)

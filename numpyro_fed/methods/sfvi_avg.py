@@ -184,16 +184,16 @@ class SFVIAvg(SFVI):
                 covariances = jax.vmap(_covariance)(params)
                 found = barycenter(params["loc"], covariances, weights)
                 distance = jax.vmap(lambda m, c: w2(m, c, found.mean, found.covariance))(params["loc"], covariances)
-                new = _from_covariance(found.mean, found.covariance)
+                new, residual = _from_covariance(found.mean, found.covariance), found.residual
             else:
                 sds = jnp.exp(params["log_scale"])
-                found = diagonal_barycenter(params["loc"], sds, weights)
-                distance = jax.vmap(lambda m, s: w2_diagonal(m, s, found.mean, found.sds))(params["loc"], sds)
-                new = {"loc": found.mean, "log_scale": jnp.log(found.sds)}
+                plain = diagonal_barycenter(params["loc"], sds, weights)
+                distance = jax.vmap(lambda m, s: w2_diagonal(m, s, plain.mean, plain.sds))(params["loc"], sds)
+                new, residual = {"loc": plain.mean, "log_scale": jnp.log(plain.sds)}, plain.residual
             new |= {name: mean(params[name]) for name in guide.shared_params}
             apart = jnp.full(cohort.num_silos, jnp.nan).at[cohort.index].set(distance)
             value = cohort.num_silos / number * jnp.sum(messages.value)
-            return Average(new, mean(messages.theta), value, found.residual, apart)
+            return Average(new, mean(messages.theta), value, residual, apart)
 
         def server_step(key: Array, server: ServerState, found: Average) -> tuple[ServerState, dict]:
             z, log_q = guide.path(server.params, server.base, guide.draw_global(key, split.dim))
@@ -229,8 +229,17 @@ class SFVIAvg(SFVI):
             AvgSiloState(with_horizon(state.opt_state, steps), self._with_visits(state.local, steps)) for state in silos
         )
 
-    def sample_local(self, split: SplitModel, server: ServerState, silo: AvgSiloState, *args: Any) -> dict[str, Array]:
-        return super().sample_local(split, server, silo.local, *args)
+    def sample_local(
+        self,
+        split: SplitModel,
+        server: ServerState,
+        silo: AvgSiloState,
+        key: Array,
+        z: Array,
+        mask: dict[str, Array],
+        data: SiloData | None = None,
+    ) -> dict[str, Array]:
+        return super().sample_local(split, server, silo.local, key, z, mask, data)
 
     def elbo(self, prepared: Prepared, stack: Stack, server: ServerState, silos: tuple, key: Array) -> Array:
         return super().elbo(prepared, stack, server, tuple(state.local for state in silos), key)
@@ -239,8 +248,9 @@ class SFVIAvg(SFVI):
 def _sizes(split: SplitModel) -> np.ndarray:
     """N_j: each silo's number of observations, in the order of the silos."""
     axes = [axis for axis in split.partition.axes if axis.name in unit_axes(split)]
-    names = list(split.partition.axes[0].lengths) if split.partition.axes else range(split.partition.num_silos)
-    return np.array([sum(axis.lengths[name] for axis in axes) or 1 for name in names], float)
+    if not axes:
+        return np.ones(split.partition.num_silos)
+    return np.array([sum(axis.lengths[name] for axis in axes) for name in axes[0].lengths], float)
 
 
 def _packed(params: dict[str, Any]) -> dict[str, Any]:

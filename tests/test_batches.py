@@ -1,0 +1,225 @@
+"""Minibatches: unbiased, and rows that are not drawn do not move."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed import batches
+from numpyro_fed.bound import Weighting, silo_bound
+from numpyro_fed.guides import StructuredNormal
+from numpyro_fed.padding import silo_data
+from numpyro_fed.rows import find_components
+from numpyro_fed.split_model import split_model
+
+
+def rows(x, y):
+    """A latent a row, a parameter, and a term of the silo's own that no row has."""
+    mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+    tau = numpyro.sample("tau", dist.LogNormal(0.0, 0.5))
+    drift = numpyro.param("drift", jnp.array(0.1))
+    with numpyro.plate("rows", x.shape[0]):
+        a = numpyro.sample("a", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Poisson(jnp.exp(a + drift * x)), obs=y)
+
+
+def flat(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(beta[0] + beta[1] * x)), obs=y)
+
+
+def with_silo(x, y):
+    """A latent that the silo has once beside one for each row."""
+    mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+    site = numpyro.sample("site", dist.Normal(mu, 1.0))
+    with numpyro.plate("rows", x.shape[0]):
+        a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Poisson(jnp.exp(a + site + 0.1 * x)), obs=y)
+
+
+def long(x, y, group, num_groups):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+    with numpyro.plate("groups", num_groups):
+        a = numpyro.sample("a", dist.Normal(mu, 1.0))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(a[group] + 0.1 * x)), obs=y)
+
+
+def fours(x, y):
+    """Four consecutive elements make a row."""
+    mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+    with numpyro.plate("children", x.shape[0] // 4):
+        a = numpyro.sample("a", dist.Normal(mu, 1.0))
+        rate = jnp.exp(a[:, None] + 0.1 * x.reshape(-1, 4))
+        numpyro.sample("y", dist.Poisson(rate).to_event(1), obs=y.reshape(-1, 4))
+
+
+def pair(n, extra=None):
+    rng = np.random.default_rng(n)
+    make = lambda n: dict(x=rng.normal(size=n), y=rng.integers(0, 5, n), **((extra or {}).get(n, {})))
+    return nf.Silos([make(n), make(n + (4 if extra is None else 3))])
+
+
+GROUPED = {
+    6: dict(group=np.array([1, 0, 2, 1, 1, 0]), num_groups=3),
+    9: dict(group=np.array([0, 1, 2, 3, 3, 3, 0, 1, 4]), num_groups=5),
+}
+CASES = {
+    "no locals": (flat, lambda: pair(5), None, 1, "whole"),
+    "rows, one draw": (rows, lambda: pair(5), None, 1, "aligned"),
+    "rows, weighted": (rows, lambda: pair(5), None, 4, "aligned"),
+    "rows and silo": (with_silo, lambda: pair(5), ["site"], 1, "whole"),
+    "long format": (long, lambda: pair(6, GROUPED), None, 4, "indexed"),
+    "rows of four": (fours, lambda: pair(12), None, 3, "aligned"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mean_over_all_minibatches_is_the_whole_silo(x64, case):
+    """Every possible minibatch of two, each as likely: value and gradients average to those of all rows, to 1e-12.
+
+    The draws are held: a row has the same standard normals in every batch.
+    """
+    model, made, own, num, kind = CASES[case]
+    silos = made()
+    split = split_model(model, silos, local=own, check=False)
+    lengths = {axis.name: axis.lengths["0"] + 4 for axis in split.partition.axes}  # with padded rows
+    data = silo_data(silos, "0", split.spec, split.partition.axes, lengths)
+    guide, weighting = StructuredNormal(scale_coupling=True), Weighting(num, kind)
+    params, base = guide.start_local(jax.random.key(0), split, data)
+    noise = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: leaf + jnp.asarray(noise.normal(scale=0.3, size=leaf.shape)), params)
+    z = jnp.asarray(noise.normal(scale=0.3, size=split.dim))
+    found = None
+    if split.groups:
+        found = find_components(split, jax.random.key(5), data, z, split.theta)
+    eps = {g.name: jnp.asarray(noise.normal(size=(num, g.num_rows(data.mask), g.size))) for g in split.groups}
+    from numpyro_fed.engines.base import Stack
+    from numpyro_fed.padding import Bucket
+
+    add = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
+    stack = Stack(("0",), (Bucket(("0",), add(data.args), add(data.mask)),), data.shared)
+    plan = batches.plan(split, stack, weighting, 2, None if found is None else [add(found)])
+    drawn = tuple(g.name for g in split.groups if g.axes)
+
+    def bound(taken=None):
+        held = eps
+        if taken is not None and taken.place is not None:
+            take = lambda name: batches.gather({name: jnp.moveaxis(eps[name], 1, 0)}, taken, drawn)[name]
+            held = {name: jnp.moveaxis(take(name), 0, 1) for name in eps}
+        own_params = params if taken is None else batches.gather(params, taken, drawn)
+        take = (lambda tree: tree) if taken is None else (lambda tree: batches.gather(tree, taken, drawn))
+        own_base = guide.take_rows(base, take) if split.groups else base
+        given = (data, found, None) if taken is None else (taken.data, taken.components, taken.batch)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("numpyro_fed.guides.local.draw_rows", lambda *_: held)
+            out = silo_bound(
+                split, guide, weighting, jax.random.key(0), own_params, own_base, z, z + 0.1, split.theta, *given
+            )
+        if taken is None:
+            return out
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return out._replace(params=batches.scatter(zeros, out.params, taken, drawn) if split.groups else out.params)
+
+    if plan.limit:
+        heads = np.unique(np.asarray(found.rows["groups"])[: silos["0"]["num_groups"]])
+        choices = [np.isin(np.arange(found.rows["groups"].shape[0]), some) for some in itertools.combinations(heads, 2)]
+        taken = [batches.take_groups(split, plan, data, found, jnp.asarray(c), len(heads)) for c in choices]
+    else:
+        total = silos["0"]["y"].shape[0] // plan.rows
+        taken = [
+            batches.take_rows(split, plan, data, found, jnp.array(some), jnp.array(total))
+            for some in itertools.combinations(range(total), 2)
+        ]
+    whole, parts = bound(), [bound(one) for one in taken]
+    mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *parts)
+    for field in ("value", "z", "aid", "theta", "params"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), *(
+            getattr(v, field) for v in (mean, whole)))  # fmt: skip
+
+
+def test_every_set_of_rows_is_equally_likely():
+    """Ten sets of three out of five, 20,000 draws: counts within five standard errors; padding is never drawn."""
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    drawn = np.sort(np.asarray(jax.jit(jax.vmap(lambda key: batches.draw(key, jnp.array(5), 3)))(keys)), axis=1)
+    sets, counts = np.unique(drawn, axis=0, return_counts=True)
+    assert len(sets) == 10 and drawn.max() < 5
+    assert np.all(np.abs(counts - 2000) < 5 * np.sqrt(2000 * 0.9))
+
+
+def silos_of(sizes, seed=0):
+    rng = np.random.default_rng(seed)
+    return nf.Silos([dict(x=rng.normal(size=n).astype("f"), y=rng.integers(0, 5, n)) for n in sizes])
+
+
+def test_rows_that_are_not_drawn_do_not_move():
+    """One round of two rows: the others keep parameters and optimiser state, count included, bit for bit."""
+    silos = silos_of((7, 9))
+    method = nf.SFVI(rows, batch_size=2, importance_samples=3)
+    before = method.run(jax.random.key(0), silos, 1, progress_bar=False)
+    after = method.run(jax.random.key(1), silos, 1, init_state=before.state, progress_bar=False)
+    for name in silos.names:
+        old, new = before.state.silo(name)[0], after.state.silo(name)[0]
+        count = np.asarray(new.opt_state.rows["rows"][0].count) - np.asarray(old.opt_state.rows["rows"][0].count)
+        moved = np.flatnonzero(count)
+        assert len(moved) == 2 and np.all(moved < silos[name]["y"].shape[0])
+        still = np.setdiff1d(np.arange(len(count)), moved)
+        for part in ("params", "opt_state"):
+            a, b = (jax.tree.leaves(getattr(state, part)) for state in (old, new))
+            for x, y in zip(a, b, strict=True):
+                if x.ndim and x.shape[0] == len(count) and part == "params":
+                    np.testing.assert_array_equal(x[still], y[still])
+                    assert np.all(np.asarray(x)[moved] != np.asarray(y)[moved])
+        moments = lambda state: state.opt_state.rows["rows"][0].mu["loc"]
+        np.testing.assert_array_equal(moments(old)[still], moments(new)[still])
+
+
+def test_small_silos_use_all_their_rows(x64):
+    """A silo with fewer rows than a batch: the batch is the silo, and its terms count once."""
+    silos = silos_of((3, 50))
+    split = split_model(flat, silos, check=False)
+    data = silo_data(silos, "0", split.spec, split.partition.axes, {"rows": 50})
+    taken = batches.take(split, batches.Batching("rows", 8, 1), jax.random.key(0), data, None)
+    assert float(taken.batch.factor) == 1.0
+    np.testing.assert_array_equal(np.sort(np.asarray(taken.data.args[1])[:3]), np.sort(silos["0"]["y"]))
+    assert int(taken.data.mask["rows"].sum()) == 3
+
+
+def test_minibatches_reach_the_posterior():
+    """Conjugate, 4 of 20 and 30 rows a step: mean within 0.1 sd, sd within 10 %, which is the noise of the steps."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 3.0))
+        with numpyro.plate("rows", y.shape[0]):
+            a = numpyro.sample("a", dist.Normal(mu, 1.0))
+            numpyro.sample("y", dist.Normal(a, 0.5), obs=y)
+
+    rng = np.random.default_rng(0)
+    silos = nf.Silos([dict(y=rng.normal(2, 1.1, n).astype("f")) for n in (20, 30)])
+    fit = nf.SFVI(model, batch_size=4).run(jax.random.key(0), silos, 6000, progress_bar=False)
+    y = np.concatenate([silos[name]["y"] for name in silos.names])
+    precision = 1 / 9 + len(y) / 1.25
+    server, guide = fit.state.server, fit.method.family
+    assert (
+        abs(float(guide.mean_global(server.params, server.base)[0]) - y.sum() / 1.25 / precision) < 0.1 / precision**0.5
+    )
+    assert abs(float(guide.covariance(server.params, server.base)[0, 0] * precision) ** 0.5 - 1) < 0.1
+
+
+def test_bad_batches():
+    with pytest.raises(ValueError, match="batch_size must be an int of at least 1, got 0"):
+        nf.SFVI(rows, batch_size=0)
+    silos = silos_of((7, 9))
+    with pytest.raises(ValueError, match='local_cov="full" ties them together: use local_cov="block"'):
+        guide = nf.guides.StructuredNormal(local_cov="full")
+        nf.SFVI(rows, guide=guide, batch_size=2).run(jax.random.key(0), silos, 2, progress_bar=False)
+    with pytest.raises(ValueError, match="here they meet: pass importance_samples=1"):
+        nf.SFVI(with_silo, local=["site"], importance_samples=5, guide=nf.guides.StructuredNormal(), batch_size=2).run(
+            jax.random.key(0), nf.Silos([dict(x=np.ones(3, "f"), y=np.ones(3, int))] * 1), 2, progress_bar=False
+        )
