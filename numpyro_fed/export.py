@@ -38,7 +38,7 @@ def to_arviz(
     observed = [site for site in sites if site.role == "observed" and not site.at_server]
 
     posterior = {name: dims.of_server(name, value) for name, value in fit.sample(key, num_samples).items()}
-    if local and any(site.role in ("local", "deterministic") and not site.at_server for site in sites):
+    if local and any(site.role in ("local", "enumerated", "deterministic") and not site.at_server for site in sites):
         by_silo = {silo: fit.sample_local(key, num_samples, silo=silo) for silo in names}
         shown = [name for name in by_silo[names[0]] if name not in posterior]
         posterior |= {name: dims.joined(name, {silo: by_silo[silo][name] for silo in names}) for name in shown}
@@ -57,6 +57,7 @@ def to_arviz(
                     site, {s: logs[s][site.name] for s in names}, {s: data[s][site.name][1] for s in names}
                 )
                 for site in observed
+                if site.name in logs[names[0]]
             }
         groups["observed_data"] = {
             site.name: dims.joined(site.name, {s: data[s][site.name][0] for s in names}, sample=False)
@@ -130,14 +131,37 @@ def _log_likelihoods(fit: "Fit", keys: Array, silo: str) -> dict[str, Array]:
 
 
 def log_likelihoods(fit: "Fit") -> Any:
-    """``(keys, identity, server, silo, mask, data) -> {observed site: log densities}``, compiled."""
+    """``(keys, identity, server, silo, mask, data) -> {observed site: log densities}``, compiled.
+
+    Where discrete latents are summed out, a row has one log density for all sites that depend on them, under the name
+    of the first; if a continuous latent depends on them too, or if they have other rows than the observations, these
+    sites have none.
+    """
+    split = fit.split
+    joined = split.enumeration.joined
 
     def one(key: Array, identity: Any, server: Any, state: Any, mask: dict, data: SiloData) -> dict[str, Array]:
         z, z_local = fit.latents(key, identity, server, state, mask, data)
-        trace = _trace(fit.split, z, z_local, fit.method.theta(server), data)
-        return {name: site["fn"].log_prob(site["value"]) for name, site in trace.items()}
+        theta = fit.method.theta(server)
+        trace = _trace(split, z, z_local, theta, data)
+        found = {name: site["fn"].log_prob(site["value"]) for name, site in trace.items() if name not in joined}
+        if joined:
+            terms = split.evaluate(z, z_local, theta, data).terms
+            found |= {name: terms[name] for name in _summed_out(split)}
+        return found
 
     return jax.jit(jax.vmap(one, in_axes=(0, None, None, None, None, None)), compiler_options=ONCE)
+
+
+def _summed_out(split: SplitModel) -> list[str]:
+    """Components' terms that are likelihoods of rows: no site of theirs is a continuous latent."""
+    role = {site.name: site.role for site in split.partition.sites}
+    plain = [
+        one
+        for one in split.enumeration.components
+        if all(role[f.site] in ("observed", "enumerated") for f in one.factors)
+    ]
+    return [one.name for one in plain if role[one.name] == "observed"]
 
 
 def _trace(split: SplitModel, z: Array, z_local: dict, theta: dict, data: SiloData) -> dict[str, dict]:

@@ -10,10 +10,10 @@ import numpy as np
 import numpyro
 from numpyro import handlers
 from numpyro.distributions import Unit
-from numpyro.infer.util import _unconstrain_reparam
 
+from numpyro_fed.padding import SiloData
 from numpyro_fed.partition import Site
-from numpyro_fed.split_model import SplitModel
+from numpyro_fed.split_model import SplitModel, filled
 from numpyro_fed.tracing import unwrapped
 
 Array = Any
@@ -30,29 +30,39 @@ class Call(NamedTuple):
 
 
 def predictor(method: Any, split: SplitModel) -> Callable[..., dict[str, Array]]:
-    """``(keys, identity, server, silo, mask, arrays, call) -> {site: draws}``, compiled."""
+    """``(keys, identity, server, silo, mask, arrays, call, data) -> {site: draws}``, compiled.
+
+    ``data`` are the silo's own, where held latents are read off them: discrete ones, or all by an encoder; else None.
+    """
+    encoded = getattr(getattr(method, "family", None), "needs_data", False)
 
     def one(
-        key: Array, identity: Any, server: Any, state: Any, mask: Any, arrays: tuple, call: Call
+        key: Array, identity: Any, server: Any, state: Any, mask: Any, arrays: tuple, call: Call, data: SiloData | None
     ) -> dict[str, Array]:
         z = method.sample_global(split, server, key)
-        values = split.unravel(z)
+        values, discrete = split.unravel(z), {}
         if call.held:
-            z_local = method.sample_local(split, server, state, local_key(key, identity), z, mask)
-            lengths = dict(call.lengths)
-            z_local = split.unpadded_local(z_local, lengths, {axis: rows.shape[-1] for axis, rows in mask.items()})
+            own, lengths = local_key(key, identity), dict(call.lengths)
+            if encoded and data is not None:
+                z_local = method.sample_local(split, server, state, own, z, data.mask, data)
+            else:
+                z_local = method.sample_local(split, server, state, own, z, mask)
+                z_local = split.unpadded_local(z_local, lengths, {axis: rows.shape[-1] for axis, rows in mask.items()})
             local = split.unpack(z_local, {axis: jnp.ones(n, bool) for axis, n in lengths.items()})
-            values |= {name: local[name] for name in call.held}
+            values |= {name: local[name] for name in call.held if name in local}
+            if data is not None:
+                drawn = split.sample_discrete(z, z_local, method.theta(server), data, discrete_key(key, identity))
+                discrete = {name: drawn[name] for name in call.held if name in drawn}
         found = iter(arrays)
         flat = [next(found) if value is None else value for value in call.ints]
         kwargs = jax.tree.unflatten(call.structure, flat)
         own = jax.random.fold_in(local_key(key, identity), 1)
-        return forward(split, values, method.theta(server), kwargs, own)
+        return forward(split, values, method.theta(server), kwargs, own, discrete)
 
     def all_(
-        keys: Array, identity: Any, server: Any, state: Any, mask: Any, arrays: tuple, call: Call
+        keys: Array, identity: Any, server: Any, state: Any, mask: Any, arrays: tuple, call: Call, data: Any = None
     ) -> dict[str, Array]:
-        return jax.vmap(lambda key: one(key, identity, server, state, mask, arrays, call))(keys)
+        return jax.vmap(lambda key: one(key, identity, server, state, mask, arrays, call, data))(keys)
 
     return jax.jit(all_, static_argnums=6, compiler_options=ONCE)
 
@@ -62,18 +72,27 @@ def local_key(key: Array, identity: Any) -> Array:
     return jax.random.fold_in(jax.random.fold_in(key, 1), identity)
 
 
-def forward(split: SplitModel, values: dict, theta: dict, kwargs: dict, key: Array) -> dict[str, Array]:
-    """One run of the model: latents in ``values`` (unconstrained) are held, everything else is drawn."""
-    trace = _forward_trace(split, values, theta, kwargs, key)
+def discrete_key(key: Array, identity: Any) -> Array:
+    """Of one silo's discrete sites, all else being drawn from ``key``."""
+    return jax.random.fold_in(local_key(key, identity), 2)
+
+
+def forward(
+    split: SplitModel, values: dict, theta: dict, kwargs: dict, key: Array, discrete: dict | None = None
+) -> dict[str, Array]:
+    """One run of the model: latents in ``values`` (unconstrained) and ``discrete`` are held, all else is drawn."""
+    trace = _forward_trace(split, values, theta, kwargs, key, discrete)
     shown = [site for site in split.partition.sites if site.role in ("observed", "deterministic")]
     return {site.name: trace[site.name]["value"] for site in shown}
 
 
-def _forward_trace(split: SplitModel, values: dict, theta: dict, kwargs: dict, key: Array) -> dict[str, dict]:
+def _forward_trace(
+    split: SplitModel, values: dict, theta: dict, kwargs: dict, key: Array, discrete: dict | None = None
+) -> dict[str, dict]:
     model = handlers.condition(split.model, condition_fn=_forget)
     params = split.constrain_theta(theta) | split.constants
     model = handlers.substitute(model, data=params) if params else model
-    model = handlers.substitute(model, substitute_fn=partial(_unconstrain_reparam, values))
+    model = handlers.substitute(model, substitute_fn=partial(filled, values, discrete or {}))
     return handlers.trace(handlers.seed(model, key)).get_trace(**kwargs)
 
 

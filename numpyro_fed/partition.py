@@ -44,7 +44,7 @@ class Site(NamedTuple):
     """Where a site lives. Dims are counted from the right, of the log density and of the value."""
 
     name: str
-    role: str  # global, local, observed, factor, deterministic, param, constant
+    role: str  # global, local, enumerated, observed, factor, deterministic, param, constant
     at_server: bool
     axes: tuple[tuple[str, int], ...]  # (axis, dim of the log density)
     value_axes: tuple[tuple[str, int], ...]
@@ -75,6 +75,11 @@ class Partition:
         return self._names("local")
 
     @property
+    def enumerated_sites(self) -> tuple[str, ...]:
+        """Discrete latents of the silos, which are summed out."""
+        return self._names("enumerated")
+
+    @property
     def observed_sites(self) -> tuple[str, ...]:
         return tuple(site.name for site in self.sites if site.role in ("observed", "factor"))
 
@@ -100,7 +105,8 @@ class Partition:
 
     def _suggestion(self) -> str:
         size = sum(int(np.prod(site.shape.unconstrained or ())) for site in self.sites if site.role == "global")
-        why = "local latents stay in their silos" if self.local_sites else "no local latents"
+        own = self.local_sites or self.enumerated_sites
+        why = "local latents stay in their silos" if own else "no local latents"
         guide = "" if size <= 500 else ', guide=nf.guides.StructuredNormal(global_cov="diagonal")'
         return f"{size} global dimensions, {why}: try nf.SFVI(model{guide}).run(jax.random.key(0), silos)"
 
@@ -128,6 +134,7 @@ HEAD = ("site", "role", "plates", "shape", "what leaves the silo")
 LEAVES = {
     "global": "a gradient or a factor",
     "local": "nothing",
+    "enumerated": "nothing",
     "observed": "nothing",
     "factor": "nothing",
     "deterministic": "-",
@@ -140,7 +147,7 @@ def _role(site: Site) -> str:
         return f"{site.role} (server, once)" if site.at_server else site.role
     if site.role == "deterministic":
         return "deterministic of globals" if site.at_server else "deterministic, local"
-    return "param (theta)" if site.role == "param" else site.role
+    return {"param": "param (theta)", "enumerated": "local, summed out"}.get(site.role, site.role)
 
 
 def _shape_text(site: Site) -> str:
@@ -319,6 +326,7 @@ def partition(
     plates = tuple(dict.fromkeys([p for axis in axes for p in axis.plates] + [p for p in local if p in base.plates]))
     if unclear:
         raise PartitionError(_question(base, unclear[0], Partition(tuple(sites), tuple(axes), plates, silos.num_silos)))
+    _check_global(sites)
     axes += _unused_axes(silos, sizes, axes, components, depends)
     in_event = {axis for site in sites if site.shape.log_prob is not None for axis in _event_axes(site)}
     any_length = lambda axis: axis.name not in in_event and _takes_any_length(model, silos[reference], axis)
@@ -385,10 +393,13 @@ def _check_sites(base: Tracing) -> None:
                 f"site {name!r} is mutable state (a flax module with batch statistics?): a silo's state cannot be "
                 "shared. Use a module without mutable state."
             )
-        if site.kind == "latent" and site.discrete:
+        if site.kind == "latent" and site.discrete and not site.support:
             raise PartitionError(
-                f"latent site {name!r} is discrete ({site.distribution}): sum it out in the model (for mixtures: "
-                "dist.MixtureSameFamily; for missing observations: handlers.mask in place of obs_mask)"
+                f"latent site {name!r} is discrete ({site.distribution}), and its values cannot be listed: there are "
+                "infinitely many, their number depends on data or latents, or each is an array. Take a distribution "
+                "with the same few values in every row (Categorical, Bernoulli, or a Binomial whose total_count is a "
+                "number), or sum it out in the model (for mixtures: dist.MixtureSameFamily; for missing observations: "
+                "handlers.mask in place of obs_mask)"
             )
     if not any(site.kind == "latent" or site.kind == "param" for site in base.sites.values()):
         raise PartitionError("the model has no latent sites: there is nothing to infer")
@@ -521,11 +532,22 @@ def _sites(
             and (along or value_along or plates & set(local) or name in local)
             and name not in shared
         ):
-            role = "local"
+            role = "enumerated" if shape.discrete else "local"
         if name in shared and role == "global" and along:
             raise PartitionError(f"shared= names {name!r}, which lies in the silo's own plate: name the plate instead")
         sites.append(Site(name, role, role in ("global", "param"), tuple(along), tuple(value_along), shape))
     return sites
+
+
+def _check_global(sites: list[Site]) -> None:
+    for site in sites:
+        if site.role == "global" and site.shape.discrete:
+            raise PartitionError(
+                f"latent site {site.name!r} is discrete ({site.shape.distribution}) and global: all silos would have "
+                "to be summed over the same variable at once, and no silo can do that alone. Sum it out in the model "
+                "(for mixtures: dist.MixtureSameFamily); or, if it is each silo's own, put it into the silo's plate or "
+                f"type local=[{site.name!r}]."
+            )
 
 
 def _check_crossed(name: str, shape: SiteShape, along: list[tuple[str, int]]) -> None:
@@ -587,7 +609,7 @@ def _unused_axes(
 
 def _place(sites: list[Site], depends: Dependence) -> list[Site]:
     """Whose term is it: the silo's when it depends on the silo's own arguments or local latents, else the server's."""
-    local = {f"site:{site.name}" for site in sites if site.role == "local"}
+    local = {f"site:{site.name}" for site in sites if site.role in ("local", "enumerated")}
     placed = []
     used = frozenset().union(*depends.log_prob.values(), *depends.value.values())
     data_terms = 0

@@ -2,8 +2,9 @@ r"""Predictions: the model run forward on joint draws of the posterior.
 
 Globals always come from :math:`q(z_G)`. Whether a local latent comes from its silo's :math:`q(z_L \mid z_G)` or from
 its prior :math:`p(z_L \mid z_G)` depends on whose it is: the units of a silo have their own posterior, new units of it
-know only what its other units taught about the silo, and a new silo knows the globals alone. Observed sites are always
-drawn, never held; ``numpyro.factor`` weighs no draw.
+know only what its other units taught about the silo, and a new silo knows the globals alone. The same holds for
+discrete latents, whose posterior given all else is exact. Observed sites are always drawn, never held;
+``numpyro.factor`` weighs no draw.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import numpy as np
 
 from numpyro_fed.arguments import arguments
 from numpyro_fed.forward import call_of, unit_axes
+from numpyro_fed.padding import silo_data
 from numpyro_fed.split_model import SplitModel
 from numpyro_fed.tracing import digest
 
@@ -34,7 +36,7 @@ def predict(fit: "Fit", keys: Array, data: Mapping[str, Any] | None, silo: str |
     if data is None:
         return own_units(fit, keys, str(silo))
     split = fit.split
-    state = mask = None
+    state = mask = units = None
     lengths: dict[str, int] = {}
     if silo is not None:
         state, b = fit.state.silo(silo)
@@ -45,8 +47,11 @@ def predict(fit: "Fit", keys: Array, data: Mapping[str, Any] | None, silo: str |
         own = {name: value for name, value in own.items() if isinstance(value, int)}
     kwargs, new = arguments(split, fit._used_arguments, data, own, silo or "new")
     held = held_sites(split, lengths, new) if silo is not None else ()
+    if held and (fit.reads_data or set(held) & set(split.partition.enumerated_sites)):
+        fit.need_silos(f"predictions in {silo!r}, whose latents are read off its data,")
+        units = silo_data(fit.any_silos, str(silo), split.spec, split.partition.axes)
     call, arrays = call_of(kwargs, held, lengths)
-    return fit._predictor(keys, np.uint32(digest(silo or NEW)), fit.state.server, state, mask, arrays, call)
+    return fit._predictor(keys, np.uint32(digest(silo or NEW)), fit.state.server, state, mask, arrays, call, units)
 
 
 def own_units(fit: "Fit", keys: Array, silo: str) -> dict[str, Array]:
@@ -55,8 +60,10 @@ def own_units(fit: "Fit", keys: Array, silo: str) -> dict[str, Array]:
     fit.need_silos(f"predictions for the units of {silo!r}")
     mask, data = fit._data(silo)
     lengths = {axis: rows.shape[-1] for axis, rows in data.mask.items()}
-    call, arrays = call_of(fit.split.spec.kwargs(data), fit.split.partition.local_sites, lengths)
-    draws = fit._predictor(keys, np.uint32(digest(silo)), fit.state.server, state, mask, arrays, call)
+    part = fit.split.partition
+    call, arrays = call_of(fit.split.spec.kwargs(data), (*part.local_sites, *part.enumerated_sites), lengths)
+    units = data if fit.reads_data or part.enumerated_sites else None
+    draws = fit._predictor(keys, np.uint32(digest(silo)), fit.state.server, state, mask, arrays, call, units)
     return fit._unpad(draws, silo, data)
 
 
@@ -67,5 +74,5 @@ def held_sites(split: SplitModel, own: dict[str, int], new: dict[str, int]) -> t
     return tuple(
         site.name
         for site in split.partition.sites
-        if site.role == "local" and {axis for axis, _ in (*site.axes, *site.value_axes)} <= same
+        if site.role in ("local", "enumerated") and {axis for axis, _ in (*site.axes, *site.value_axes)} <= same
     )

@@ -39,7 +39,7 @@ from numpyro_fed.padding import SiloData, shared_arrays, stack, without_padding
 from numpyro_fed.silos import Silos
 from numpyro_fed.split_model import SplitModel, split_model
 from numpyro_fed.summary import scalars
-from numpyro_fed.tracing import Model
+from numpyro_fed.tracing import Model, digest
 
 Array = Any
 
@@ -80,7 +80,10 @@ class Reference:
         return {name: value if group_by_chain else _flat(value) for name, value in self.draws.items()}
 
     def sample_local(self, silo: str, group_by_chain: bool = False) -> dict[str, Array]:
-        """``{site: draws}`` of a silo's local sites and deterministics, unpadded, in get_samples' order."""
+        """``{site: draws}`` of a silo's local sites and deterministics, unpadded, in get_samples' order.
+
+        Discrete sites, which NUTS does not see, are drawn from their exact posterior given the others.
+        """
         if silo not in self.data.names:
             raise KeyError(f"no silo is named {silo!r}; the silos are {', '.join(map(repr, self.data.names))}")
         b, position = self.data.place(silo)
@@ -90,7 +93,8 @@ class Reference:
         padded = {axis: mask.shape[0] for axis, mask in data.mask.items()}
         local = self.split.unpadded_local(local, lengths, padded)
         data = without_padding(data, self.split.spec, lengths)  # a deterministic site may be a mean over rows
-        values = _constrained_local(self.split, self.unconstrained["z"], local, self.theta, data)
+        key = jax.random.fold_in(jax.random.key(0), digest(silo))
+        values = _constrained_local(self.split, self.unconstrained["z"], local, self.theta, data, key)
         return {name: np.asarray(value if group_by_chain else _flat(value)) for name, value in values.items()}
 
     def diagnostics(self) -> pd.DataFrame:
@@ -321,10 +325,10 @@ def _constrained_global(split: SplitModel, z: Array, theta: dict[str, Array]) ->
 
 
 def _constrained_local(
-    split: SplitModel, z: Array, local: dict[str, Array], theta: dict[str, Array], data: SiloData
+    split: SplitModel, z: Array, local: dict[str, Array], theta: dict[str, Array], data: SiloData, key: Array
 ) -> dict[str, Array]:
-    one = lambda z, z_local: split.constrain_local(z, z_local, theta, data)
-    return jax.jit(jax.vmap(jax.vmap(one)))(z, local)
+    one = lambda key, z, z_local: split.constrain_local(z, z_local, theta, data, key)
+    return jax.jit(jax.vmap(jax.vmap(one)))(jax.random.split(key, z.shape[:2]), z, local)
 
 
 def constant(x: np.ndarray) -> bool:

@@ -10,6 +10,9 @@ model and data whenever a split is made.
 
 Local latents are arranged by rows: ``z_L[group]`` has shape (rows, size of a row). A group is a silo plate (or a pair
 of crossed ones); latents that a silo has once form the group ``"silo"`` with a single row.
+
+Discrete local latents are not part of z_L: they are summed out (:mod:`numpyro_fed.enumeration`), and all densities are
+those of the model without them.
 """
 
 from collections.abc import Callable
@@ -26,16 +29,22 @@ from numpyro.distributions import MaskedDistribution, biject_to, constraints
 from numpyro.distributions.distribution import validation_enabled
 from numpyro.infer.util import _unconstrain_reparam, compute_log_probs, potential_energy
 
+from numpyro_fed import enumeration as enum
+from numpyro_fed.enumeration import Enumeration, resized
 from numpyro_fed.padding import CallSpec, SiloData, call_spec, round_up, shared_arrays, silo_data, stack
 from numpyro_fed.partition import Axis, Partition, PartitionError, Site, partition
 from numpyro_fed.silos import Silos
-from numpyro_fed.tracing import UNOPTIMISED, Model, label, traced
+from numpyro_fed.tracing import UNOPTIMISED, Model, digest, label, traced
 
 Array = Any
 
 
 class Evaluation(NamedTuple):
-    """The silo's log densities at one point, site by site, padded rows at zero, and which local elements are real."""
+    """The silo's log densities at one point, site by site, padded rows at zero, and which local elements are real.
+
+    Sites that depend on a discrete latent are one term with it, named after the observed site in its rows (or after
+    the latent itself, when there is none).
+    """
 
     terms: dict[str, Array]
     active: dict[str, Array]  # {group: bool (rows, size of a row)}
@@ -84,6 +93,7 @@ class SplitModel(NamedTuple):
     theta: dict[str, Array]  # the params' start, unconstrained
     constraints: dict[str, Any]
     constants: dict[str, Any]  # params that no density depends on
+    enumeration: Enumeration = enum.NOTHING  # how discrete local latents are summed out
 
     # --- layout of the vectors ---------------------------------------------------------------------------------------
 
@@ -136,7 +146,7 @@ class SplitModel(NamedTuple):
         """Which rows of a group are real, (rows,)."""
         valid = jnp.ones((), bool)
         for axis, ratio in group.axes:
-            valid = valid[..., None] & _resized(mask[axis], int(mask[axis].shape[-1] * ratio))
+            valid = valid[..., None] & resized(mask[axis], int(mask[axis].shape[-1] * ratio))
         return valid.reshape(-1)
 
     # --- densities ---------------------------------------------------------------------------------------------------
@@ -144,15 +154,22 @@ class SplitModel(NamedTuple):
     def constrain_theta(self, theta: dict[str, Array]) -> dict[str, Array]:
         return {name: biject_to(self.constraints[name])(value) for name, value in theta.items()}
 
-    def _substituted(self, values: dict[str, Array], theta: dict[str, Array]) -> Callable[..., Any]:
+    def _substituted(
+        self, values: dict[str, Array], theta: dict[str, Array], discrete: dict[str, Array] | None = None
+    ) -> Callable[..., Any]:
         params = self.constrain_theta(theta) | self.constants
         model = handlers.substitute(self.model, data=params) if params else self.model
-        return handlers.seed(
-            handlers.substitute(model, substitute_fn=partial(_unconstrain_reparam, values)), jax.random.PRNGKey(0)
-        )
+        model = handlers.substitute(model, substitute_fn=partial(filled, values, discrete or {}))
+        return handlers.seed(model, jax.random.PRNGKey(0))
 
-    def _log_probs(self, values: dict[str, Array], theta: dict[str, Array], data: SiloData) -> tuple[dict, dict]:
-        model = self._substituted(values, theta)
+    def _log_probs(
+        self,
+        values: dict[str, Array],
+        theta: dict[str, Array],
+        data: SiloData,
+        discrete: dict[str, Array] | None = None,
+    ) -> tuple[dict, dict]:
+        model = self._substituted(values, theta, discrete)
         with validation_enabled(False):  # padded and dummy rows need not be valid
             log_probs, trace = compute_log_probs(model, (), self.spec.kwargs(data), {}, sum_log_prob=False)
         for name in values:  # the Jacobian of a constrained latent belongs to its site
@@ -161,9 +178,15 @@ class SplitModel(NamedTuple):
                 log_probs[name] = log_probs[name] + log_det
         return log_probs, trace
 
-    def _trace(self, values: dict[str, Array], theta: dict[str, Array], data: SiloData) -> dict[str, dict]:
+    def _trace(
+        self,
+        values: dict[str, Array],
+        theta: dict[str, Array],
+        data: SiloData,
+        discrete: dict[str, Array] | None = None,
+    ) -> dict[str, dict]:
         with validation_enabled(False):
-            return handlers.trace(self._substituted(values, theta)).get_trace(**self.spec.kwargs(data))
+            return handlers.trace(self._substituted(values, theta, discrete)).get_trace(**self.spec.kwargs(data))
 
     def log_prior(self, z: Array, theta: dict[str, Array]) -> Array:
         """The server's term: log p(z_G | theta), with what observations depend on no silo."""
@@ -173,22 +196,70 @@ class SplitModel(NamedTuple):
 
     def evaluate(self, z: Array, z_local: dict[str, Array], theta: dict[str, Array], data: SiloData) -> Evaluation:
         """The silo's log densities, site by site, unsummed."""
-        values = self.unravel(z) | self.unpack(z_local, data.mask)
-        log_probs, trace = self._log_probs(values, theta, data)
-        terms = {}
-        for site in self.partition.sites:
-            if not site.at_server and site.name in log_probs:
-                terms[site.name] = _masked(log_probs[site.name], site, data.mask)
+        found = self.densities(z, z_local, theta, data)
+        terms = {
+            site.name: _masked(found[site.name], site, data.mask)
+            for site in self.partition.sites
+            if site.name in found and site.name not in self.enumeration.joined
+        }
+        for component, tables in self._components(found, data):
+            term, _ = enum.eliminate(self.enumeration, component, tables, data.mask)
+            terms[component.name] = _masked(term, self.partition[component.name], data.mask)
         active = {}
         for group in self.groups:
-            columns = [self._active(group, site, trace[site.name]["fn"], data.mask) for site in group.sites]
+            columns = [self._active(group, site, self._mask_of(site.name, found), data.mask) for site in group.sites]
             active[group.name] = jnp.concatenate(columns, axis=1)
         return Evaluation(terms, active)
 
-    def _active(self, group: Group, site: LocalSite, fn: Any, mask: dict[str, Array]) -> Array:
+    def densities(
+        self, z: Array, z_local: dict[str, Array], theta: dict[str, Array], data: SiloData, plain: bool = False
+    ) -> dict[str, Array]:
+        """The silo's log densities as they are, padded rows too, and the masks that the model puts on latents.
+
+        Those that depend on discrete sites are tables over these sites' values, which are their leading axes. An
+        element of a discrete site that the model's mask leaves out weighs 1/K, or 1 if ``plain``.
+        """
+        run = self._run(self.unravel(z) | self.unpack(z_local, data.mask), theta, data, plain)
+        return enum.tables(self.enumeration, run)
+
+    def _run(self, values: dict[str, Array], theta: dict[str, Array], data: SiloData, plain: bool = False) -> enum.Run:
+        latent = [site for site in self.partition.sites if site.role in ("local", "enumerated")]
+        own = [site.name for site in self.partition.sites if not site.at_server]
+
+        def run(discrete: dict[str, Array]) -> dict[str, Array]:
+            log_probs, trace = self._log_probs(values, theta, data, discrete)
+            out = {name: log_probs[name] for name in own if name in log_probs}
+            for site in latent:
+                mask = user_mask(trace[site.name]["fn"])
+                if mask is None:
+                    continue
+                out[_mask_name(site.name)] = mask
+                if site.role == "enumerated" and not plain:
+                    out[site.name] = jnp.where(mask, out[site.name], -np.log(len(site.shape.support or ())))
+            return out
+
+        return run
+
+    def _components(self, found: dict[str, Array], data: SiloData) -> list[tuple[enum.Component, list[enum.Placed]]]:
+        probe = self._run(*self._probe(data.mask), data) if self.enumeration.components else None
+        plan = self.enumeration
+        return [(one, enum.placed(plan, one, found, data.mask, probe)) for one in plan.components]
+
+    def _probe(self, mask: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+        """A fixed point at which classes differ, though they may all be equal where a method starts."""
+        draws, dtype = np.random.default_rng(0), jnp.zeros(()).dtype
+        noise = lambda *shape: jnp.asarray(draws.normal(scale=0.5, size=shape), dtype)
+        z, local = noise(self.dim), {g.name: noise(g.num_rows(mask), g.size) for g in self.groups}
+        theta = jax.tree.map(lambda start: start + noise(*jnp.shape(start)), self.theta)
+        return self.unravel(z) | self.unpack(local, mask), theta
+
+    def _mask_of(self, name: str, found: dict[str, Array]) -> Array | None:
+        own, read = found.get(_mask_name(name)), self.enumeration.reads.get(_mask_name(name), ())
+        return own if own is None or not read else jnp.any(own, axis=tuple(range(len(read))))
+
+    def _active(self, group: Group, site: LocalSite, own: Array | None, mask: dict[str, Array]) -> Array:
         rows = self.row_mask(group, mask)
         valid = jnp.broadcast_to(rows[:, None], (rows.shape[0], site.size))
-        own = user_mask(fn)
         if own is None:
             return valid
         # a mask has the log density's axes, or (inside to_event) some of the event's too
@@ -204,6 +275,20 @@ class SplitModel(NamedTuple):
         terms = self.evaluate(z, z_local, theta, data).terms
         return sum((jnp.sum(term) for term in terms.values()), jnp.zeros(()))
 
+    def sample_discrete(
+        self, z: Array, z_local: dict[str, Array], theta: dict[str, Array], data: SiloData, key: Array
+    ) -> dict[str, Array]:
+        """One draw of the silo's discrete sites from their posterior given the other latents and the data; padded."""
+        if not self.enumeration.variables:
+            return {}
+        found = self.densities(z, z_local, theta, data)
+        out: dict[str, Array] = {}
+        for component, tables in self._components(found, data):
+            _, steps = enum.eliminate(self.enumeration, component, tables, data.mask)
+            positions = enum.draw(self.enumeration, component, steps, enum.gumbel(key))
+            out |= enum.values(self.enumeration, component, positions)
+        return out
+
     # --- back to named sites -----------------------------------------------------------------------------------------
 
     def constrain_global(self, z: Array, theta: dict[str, Array]) -> dict[str, Array]:
@@ -213,13 +298,18 @@ class SplitModel(NamedTuple):
         return {name: trace[name]["value"] for name in shown}
 
     def constrain_local(
-        self, z: Array, z_local: dict[str, Array], theta: dict[str, Array], data: SiloData
+        self, z: Array, z_local: dict[str, Array], theta: dict[str, Array], data: SiloData, key: Array | None = None
     ) -> dict[str, Array]:
-        """One draw of the silo's local sites and deterministics, padded."""
-        trace = self._trace(self.unravel(z) | self.unpack(z_local, data.mask), theta, data)
-        shown = [
-            s.name for s in self.partition.sites if s.role == "local" or (s.role == "deterministic" and not s.at_server)
-        ]
+        """One draw of the silo's local sites and deterministics, padded.
+
+        Discrete sites are drawn with ``key`` from their posterior given all else. Without a key they are left out, with
+        the deterministic sites that depend on them.
+        """
+        roles = ("local", "deterministic") if key is None else ("local", "deterministic", "enumerated")
+        hidden = self.enumeration.drawn if key is None else frozenset()
+        discrete = {} if key is None else self.sample_discrete(z, z_local, theta, data, key)
+        trace = self._trace(self.unravel(z) | self.unpack(z_local, data.mask), theta, data, discrete)
+        shown = [s.name for s in self.partition.sites if s.role in roles and not s.at_server and s.name not in hidden]
         return {name: trace[name]["value"] for name in shown}
 
     def unpadded(self, values: dict[str, Array], lengths: dict[str, int], padded: dict[str, int]) -> dict[str, Array]:
@@ -252,6 +342,21 @@ class SplitModel(NamedTuple):
         return names
 
 
+def filled(values: dict[str, Array], discrete: dict[str, Array], site: dict) -> Array | None:
+    """A substitute_fn: continuous latents from unconstrained values, discrete ones from values that are broadcast."""
+    value = discrete.get(site["name"])
+    if value is None:
+        return _unconstrain_reparam(values, site)
+    shape = site["fn"].shape(site["kwargs"].get("sample_shape", ()))
+    index = site["infer"].get("_scan_current_index")  # in a scan, all steps' values may be given
+    value = value[index] if index is not None and jnp.ndim(value) > len(shape) else value
+    return jnp.broadcast_to(value, shape)
+
+
+def _mask_name(site: str) -> str:
+    return f"mask of {site}"
+
+
 def user_mask(fn: Any) -> Array | None:
     """The mask that handlers.mask or obs_mask put on a distribution, or None."""
     found = None
@@ -270,17 +375,9 @@ def _real_rows(group: Group, lengths: dict[str, int], padded: dict[str, int]) ->
     return np.flatnonzero(valid)
 
 
-def _resized(mask: Array, size: int) -> Array:
-    """The mask of an axis for a site with ``size`` elements along it (a reshape makes several rows one)."""
-    length = mask.shape[-1]
-    if size == length:
-        return mask
-    return mask[:: length // size] if size < length else jnp.repeat(mask, size // length)
-
-
 def _masked(log_prob: Array, site: Site, mask: dict[str, Array]) -> Array:
     for axis, dim in site.axes:
-        along = _resized(mask[axis], log_prob.shape[dim])
+        along = resized(mask[axis], log_prob.shape[dim])
         log_prob = jnp.where(along.reshape(along.shape + (1,) * (-dim - 1)), log_prob, 0)
     return log_prob
 
@@ -329,7 +426,7 @@ def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array
                 "start it inside."
             )
     constants = {s.name: values[s.name] for s in part.sites if s.role == "constant"}
-    return SplitModel(
+    split = SplitModel(
         model,
         part,
         spec,
@@ -340,6 +437,19 @@ def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array
         {name: limits[name] for name in theta},
         constants,
     )
+    return split._replace(enumeration=_enumeration(split))
+
+
+def _enumeration(split: SplitModel) -> Enumeration:
+    data = split.spec.dummy()._replace(shared=split.shared)
+    values = split.unravel(jnp.zeros(split.dim)) | split.unpack(split.zeros_local(data.mask), data.mask)
+    shown = [site.name for site in split.partition.sites if site.role == "deterministic"]
+
+    def computed(discrete: dict[str, Array]) -> dict[str, Array]:
+        trace = split._trace(values, split.theta, data, discrete)
+        return {name: trace[name]["value"] for name in shown}
+
+    return enum.plan(split.partition, split._run(values, split.theta, data), computed)
 
 
 def _groups(part: Partition) -> tuple[Group, ...]:
@@ -369,12 +479,15 @@ def _groups(part: Partition) -> tuple[Group, ...]:
 
 # --- the certificate ------------------------------------------------------------------------------------------------
 
+DRAWN = np.arange(4)  # keys of the discrete values at which a split is checked: few rows might have equal values
+
 
 def certify(split: SplitModel, silos: Silos, max_silos: int = 4, seed: int = 0) -> None:
     """Check on real silos that log_prior + log_silo is NumPyro's own log density of the unpadded model.
 
     The padded split is evaluated at a random point with random values in the padded rows; NumPyro evaluates the
-    unpadded model at the same point. Raises :class:`PartitionError` naming the sites that differ.
+    unpadded model at the same point, and at discrete values drawn row by row. Raises :class:`PartitionError` naming the
+    sites that differ.
     """
     axes = split.partition.axes
     names = _chosen(silos, axes, max_silos, seed)
@@ -421,14 +534,48 @@ def _compiled_once(function: Callable[..., Any], *args: Any) -> Any:
 def _both(
     split: SplitModel, z: Array, full: dict, cut: dict, plain: SiloData, padded: SiloData
 ) -> tuple[Array, Array, Array]:
-    terms = split.evaluate(z, full, split.theta, padded).terms
     prior = split.log_prior(z, split.theta)
-    ours = prior + sum((jnp.sum(term) for term in terms.values()), jnp.zeros(()))
     values = split.unravel(z) | split.unpack(cut, plain.mask) | split.constrain_theta(split.theta) | split.constants
-    model = handlers.seed(split.model, jax.random.PRNGKey(0))
-    theirs = -potential_energy(model, (), split.spec.kwargs(plain), values)
-    size = abs(prior) + sum((jnp.sum(jnp.abs(term)) for term in terms.values()), jnp.zeros(()))
-    return ours, theirs, size
+
+    def compare(terms: dict, discrete: dict) -> tuple[Array, Array, Array]:
+        ours = prior + sum((jnp.sum(term) for term in terms.values()), jnp.zeros(()))
+        model = handlers.substitute(split.model, data=discrete) if discrete else split.model
+        theirs = -potential_energy(handlers.seed(model, jax.random.PRNGKey(0)), (), split.spec.kwargs(plain), values)
+        size = abs(prior) + sum((jnp.sum(jnp.abs(term)) for term in terms.values()), jnp.zeros(()))
+        return ours, theirs, size
+
+    if not split.enumeration.variables:
+        return compare(split.evaluate(z, full, split.theta, padded).terms, {})
+    found = jax.vmap(lambda key: compare(*_at_drawn(split, z, full, plain, padded, key)))(DRAWN)
+    error = jnp.abs(found[0] - found[1])
+    worst = jnp.argmax(jnp.where(jnp.isfinite(error), error, jnp.inf))
+    return jax.tree.map(lambda values: values[worst], found)
+
+
+def _at_drawn(
+    split: SplitModel, z: Array, full: dict, plain: SiloData, padded: SiloData, seed: Any
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The padded silo's terms at discrete values drawn for each row among the possible ones, and these, unpadded.
+
+    A sum over discrete sites is right when the tables that go into it are, and these are compared at a point.
+    """
+    found = split.densities(z, full, split.theta, padded, plain=True)
+    own = [site for site in split.partition.sites if not site.at_server and site.name in found]
+    terms = {s.name: _masked(found[s.name], s, padded.mask) for s in own if s.name not in split.enumeration.joined}
+    discrete: dict[str, Array] = {}
+    for component, tables in split._components(found, padded):
+        _, steps = enum.eliminate(split.enumeration, component, tables, padded.mask)
+        positions = enum.draw(split.enumeration, component, steps, partial(_loud, seed))
+        terms |= enum.at(component, tables, positions, padded.mask)
+        discrete |= enum.values(split.enumeration, component, positions)
+    sizes = [{axis: mask.shape[-1] for axis, mask in data.mask.items()} for data in (plain, padded)]
+    return terms, split.unpadded(discrete, *sizes)
+
+
+def _loud(seed: Any, name: str, shape: tuple[int, ...]) -> Array:
+    """Noise for :func:`enumeration.draw` so loud that all possible values are drawn, likely or not."""
+    noise = np.random.default_rng(digest(name)).gumbel(size=(len(DRAWN), *shape))
+    return 1e9 * jnp.asarray(noise, jnp.zeros(()).dtype)[seed]
 
 
 def _explain(
@@ -459,7 +606,32 @@ def _explain(
             "padded rows its log density changes. Give one log density per row, computed from that row; what needs all "
             "rows (a mean, a number of rows) compute beforehand and pass as an argument."
         )
+    for found, expected in _by_site(split, z, full, cut, plain, padded) if split.enumeration.variables else ():
+        wrong = [site for site in found if not _close(float(found[site]), float(expected[site]))]
+        if wrong:
+            read = ", ".join(map(repr, split.enumeration.reads[wrong[0]]))
+            return seen + (
+                f"a log density of site {wrong[0]!r} depends on more than one element of a discrete latent ({read}), "
+                "as in a chain along a plate or a scan, or where a row looks at other rows. Discrete latents are "
+                "summed out row by row. Give every step of a short chain a site of its own (for t in range(4): "
+                "numpyro.sample(f'state_{t}', ...)), or sum the latent out in the model."
+            )
     return seen + "a term is counted twice or left out; list its site in local= or shared="
+
+
+def _by_site(
+    split: SplitModel, z: Array, full: dict, cut: dict, plain: SiloData, padded: SiloData
+) -> list[tuple[dict[str, Array], dict[str, Array]]]:
+    """The silo's log densities by site, at discrete values: from the tables, and as NumPyro has them."""
+
+    def one(seed: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+        terms, discrete = _at_drawn(split, z, full, plain, padded, seed)
+        values = split.unravel(z) | split.unpack(cut, plain.mask)
+        expected, _ = split._log_probs(values, split.theta, plain, discrete)
+        return {n: jnp.sum(term) for n, term in terms.items()}, {n: jnp.sum(expected[n]) for n in terms}
+
+    found = _compiled_once(jax.vmap(one), DRAWN)
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], found) for i in DRAWN]
 
 
 def _close(a: float, b: float) -> bool:

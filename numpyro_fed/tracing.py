@@ -44,6 +44,7 @@ class SiteShape(NamedTuple):
     plates: tuple[tuple[str, int, int], ...]
     discrete: bool
     distribution: str
+    support: tuple[int, ...] | None = None  # all values of a discrete latent, where they can be listed
 
 
 class Tracing(NamedTuple):
@@ -135,9 +136,24 @@ def _site_shape(name: str, site: dict) -> SiteShape:
         with helpful_support_errors(site):
             transform = biject_to(support)
         unconstrained = jnp.shape(transform.inv(value))
+    listed = enumerable(fn) if kind == "latent" and discrete else None
     return SiteShape(
-        kind, jnp.shape(value), log_prob, tuple(fn.batch_shape), unconstrained, plates, discrete, label(fn)
+        kind, jnp.shape(value), log_prob, tuple(fn.batch_shape), unconstrained, plates, discrete, label(fn), listed
     )
+
+
+def enumerable(fn: Distribution) -> tuple[int, ...] | None:
+    """All values of a discrete distribution, the same for every element; None when they cannot be listed.
+
+    That is so for a Poisson, which has infinitely many, and for a Binomial whose number of trials is data.
+    """
+    if not fn.has_enumerate_support or fn.event_shape:
+        return None
+    try:
+        with jax.ensure_compile_time_eval():
+            return tuple(np.asarray(fn.enumerate_support(expand=False)).reshape(-1).tolist())
+    except (NotImplementedError, jax.errors.JAXTypeError):
+        return None
 
 
 def _check_observed_shape(name: str, value: Shape, expected: Shape) -> None:

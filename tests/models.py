@@ -29,6 +29,7 @@ class Case:
     silos: Callable[[], Silos]
     global_sites: tuple[str, ...]
     local_sites: tuple[str, ...] = ()
+    enumerated_sites: tuple[str, ...] = field(default=(), kw_only=True)
     observed_sites: tuple[str, ...] = ("y",)
     params: tuple[str, ...] = ()
     silo_plates: tuple[str, ...] = ()
@@ -514,6 +515,161 @@ def residuals(x, y):
         numpyro.sample("residual", dist.Normal(y - x @ beta, 1), obs=0.0)
 
 
+# --- with discrete latents --------------------------------------------------------------------------------------------
+
+
+def classes(y):
+    weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(2)))
+    means = numpyro.sample("means", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", y.shape[0]):
+        kind = numpyro.sample("kind", dist.Categorical(weights))
+        numpyro.sample("y", dist.Normal(means[kind], 1.0), obs=y)
+
+
+def class_and_intercept(x, y):
+    """A class and an intercept of each row, whose spread depends on the class; observed twice."""
+    weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(3)))
+    scale = numpyro.sample("scale", dist.LogNormal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", y.shape[0]):
+        kind = numpyro.sample("kind", dist.Categorical(weights))
+        level = numpyro.sample("level", dist.LogNormal(kind, scale[kind]))
+        offset = numpyro.sample("offset", dist.Normal(0, scale[0]))
+        numpyro.sample("x", dist.Normal(level[..., None] + offset[..., None], 1).to_event(1), obs=x)
+        numpyro.sample("y", dist.Normal(offset, scale[kind]), obs=y)
+
+
+def several_discrete(x, y):
+    """Two that meet, one of them with a parent, and one by itself."""
+    p = numpyro.sample("p", dist.Beta(2, 2))
+    table = numpyro.sample("table", dist.Dirichlet(jnp.ones((2, 3))).to_event(1))
+    with numpyro.plate("rows", y.shape[0]):
+        ill = numpyro.sample("ill", dist.Bernoulli(p))
+        stage = numpyro.sample("stage", dist.Categorical(table[ill]), infer={"enumerate": "parallel"})
+        seen = numpyro.sample("seen", dist.Bernoulli(1 - p))
+        numpyro.sample("a", dist.Normal(stage + ill, 1.0), obs=x[:, 0])
+        numpyro.sample("b", dist.Normal(ill, 1.0), obs=x[:, 1])
+        numpyro.sample("y", dist.Normal(p * seen, 1.0), obs=y)
+
+
+def chain_of_classes(y):
+    """Hidden states of three visits, each with a site of its own."""
+    move = numpyro.sample("move", dist.Dirichlet(jnp.ones((2, 2))).to_event(1))
+    with numpyro.plate("rows", y.shape[0]):
+        state = 0
+        for t in range(3):
+            state = numpyro.sample(f"state_{t}", dist.Categorical(move[state]))
+            numpyro.sample(f"y_{t}", dist.Normal(state, 1.0), obs=y[:, t])
+
+
+def classes_of_visits(y):
+    """A class of each patient, and one of each of its visits that depends on it."""
+    p = numpyro.sample("p", dist.Beta(2, 2).expand([2]).to_event(1))
+    with numpyro.plate("patients", y.shape[0], dim=-2):
+        frail = numpyro.sample("frail", dist.Bernoulli(p[0]))
+        with numpyro.plate("visits", 4, dim=-1):
+            bad = numpyro.sample("bad", dist.Bernoulli(p[frail]))
+            numpyro.sample("y", dist.Normal(bad - frail, 1.0), obs=y)
+
+
+def classes_of_items(y):
+    """Latent class analysis; rows have another dim where items are crossed with them."""
+    weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(3)))
+    p = numpyro.sample("p", dist.Beta(1, 1).expand([3, 5]))
+    with numpyro.plate("students", y.shape[0]):
+        kind = numpyro.sample("kind", dist.Categorical(weights))
+    with numpyro.plate("students_", y.shape[0], dim=-2), numpyro.plate("items", 5, dim=-1):
+        numpyro.sample("y", dist.Bernoulli(p[kind]), obs=y)
+
+
+def classes_of_items_summed(y):
+    weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(3)))
+    p = numpyro.sample("p", dist.Beta(1, 1).expand([3, 5]))
+    with numpyro.plate("students", y.shape[0]):
+        numpyro.sample("y", dist.MixtureSameFamily(dist.Categorical(weights), dist.Bernoulli(p).to_event(1)), obs=y)
+
+
+def classes_of_counties(county, num_counties, y):
+    weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(3)))
+    means = numpyro.sample("means", dist.Normal(0, 1).expand([3]))
+    with numpyro.plate("counties", num_counties):
+        kind = numpyro.sample("kind", dist.Categorical(weights))
+        level = numpyro.sample("level", dist.Normal(means[kind], 1.0))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(level[county] + means[kind[county]], 1.0), obs=y)
+
+
+def classes_of_counties_summed(county, num_counties, y):
+    weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(3)))
+    means = numpyro.sample("means", dist.Normal(0, 1).expand([3]))
+    with numpyro.plate("counties", num_counties):
+        level = numpyro.sample("level", dist.ImproperUniform(constraints.real, (), ()))
+    log_y = dist.Normal(level[county][:, None] + means, 1.0).log_prob(y[:, None])
+    log_level = dist.Normal(means, 1.0).log_prob(level[:, None])
+    of_county = jnp.zeros((num_counties, 3)).at[county].add(log_y) + log_level + jnp.log(weights)
+    numpyro.factor("y", jax.nn.logsumexp(of_county, axis=1))
+
+
+def class_of_silo(y):
+    p = numpyro.sample("p", dist.Beta(2, 2))
+    kind = numpyro.sample("kind", dist.Bernoulli(p))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(kind, 1.0), obs=y)
+
+
+def class_of_silo_summed(silos):
+    p = numpyro.sample("p", dist.Beta(2, 2))
+    for name, y in silos.items():
+        log_y = dist.Normal(jnp.arange(2), 1.0).log_prob(y[:, None]).sum(0)
+        numpyro.factor(name, jax.nn.logsumexp(log_y + jnp.log(jnp.array([1 - p, p]))))
+
+
+def imputed_binary(x, y, present):
+    """What is missing is seen again, in x."""
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]))
+    with numpyro.plate("rows", y.shape[0]):
+        y = numpyro.sample("y", dist.Bernoulli(logits=beta[0]), obs=y, obs_mask=present)
+        numpyro.sample("x", dist.Normal(beta[1] * y, 1.0), obs=x)
+
+
+def imputed_binary_summed(x, y, present):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]))
+    log_y = dist.Bernoulli(logits=beta[0]).log_prob
+    log_x = lambda y: dist.Normal(beta[1] * y, 1.0).log_prob(x)
+    summed = jnp.logaddexp(log_y(0) + log_x(0), log_y(1) + log_x(1))
+    numpyro.factor("rows", jnp.where(present, log_y(y) + log_x(y), summed))
+
+
+def masked_classes(y, present):
+    weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(2)))
+    with numpyro.plate("rows", y.shape[0]), handlers.mask(mask=present):
+        kind = numpyro.sample("kind", dist.Categorical(weights))
+        numpyro.sample("y", dist.Normal(kind, 1.0), obs=y)
+
+
+def masked_classes_summed(y, present):
+    weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(2)))
+    mixture = dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(jnp.arange(2.0), 1.0))
+    with numpyro.plate("rows", y.shape[0]), handlers.mask(mask=present):
+        numpyro.sample("y", mixture, obs=y)
+
+
+def dice(y):
+    """Values that do not start at zero, and a param."""
+    scale = numpyro.param("scale", 1.0, constraint=constraints.positive)
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", y.shape[0]):
+        die = numpyro.sample("die", dist.DiscreteUniform(1, 3))
+        pips = numpyro.deterministic("pips", 2 * die)
+        numpyro.sample("y", dist.Normal(mu * pips, scale), obs=y)
+
+
+def dice_summed(y):
+    scale = numpyro.param("scale", 1.0, constraint=constraints.positive)
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    values = dist.Normal(mu * jnp.array([2.0, 4.0, 6.0]), scale)
+    numpyro.sample("y", dist.MixtureSameFamily(dist.Categorical(jnp.ones(3) / 3), values), obs=y)
+
+
 MODELS: dict[str, Case] = {
     "glmm": Case(
         glmm,
@@ -751,5 +907,98 @@ MODELS: dict[str, Case] = {
             offset=np.repeat(real([0.5, 1.5, 2.5]), [3, 2, 4]),
             prior_scale=2.0,
         ),
+    ),
+    "classes": Case(classes, rows(3, 6, 2), ("weights", "means"), enumerated_sites=("kind",), silo_plates=("rows",)),
+    "class and intercept": Case(
+        class_and_intercept,
+        regression(3, 5, 2),
+        ("weights", "scale"),
+        ("level", "offset"),
+        ("x", "y"),
+        enumerated_sites=("kind",),
+        silo_plates=("rows",),
+    ),
+    "several discrete": Case(
+        several_discrete,
+        regression(3, 5),
+        ("p", "table"),
+        (),
+        ("a", "b", "y"),
+        enumerated_sites=("ill", "stage", "seen"),
+        silo_plates=("rows",),
+    ),
+    "chain of classes": Case(
+        chain_of_classes,
+        lambda: Silos([dict(y=normal(j, n, 3)) for j, n in enumerate((3, 4))]),
+        ("move",),
+        (),
+        ("y_0", "y_1", "y_2"),
+        enumerated_sites=("state_0", "state_1", "state_2"),
+        silo_plates=("rows",),
+    ),
+    "classes of visits": Case(
+        classes_of_visits,
+        lambda: Silos([dict(y=normal(j, n, 4)) for j, n in enumerate((3, 5))]),
+        ("p",),
+        enumerated_sites=("frail", "bad"),
+        silo_plates=("patients",),
+    ),
+    "classes of items": Case(
+        classes_of_items,
+        lambda: Silos([dict(y=binary(j, n, 5)) for j, n in enumerate((3, 6))]),
+        ("weights", "p"),
+        enumerated_sites=("kind",),
+        silo_plates=("students", "students_"),
+        pooled_model=classes_of_items_summed,
+    ),
+    "classes of counties": Case(
+        classes_of_counties,
+        counties_split,
+        ("weights", "means"),
+        ("level",),
+        enumerated_sites=("kind",),
+        silo_plates=("counties", "rows"),
+        pooled=lambda silos: dict(county=COUNTY, num_counties=7, y=normal(0, 11)),
+        pooled_model=classes_of_counties_summed,
+        join=into_counties,
+    ),
+    "class of silo": Case(
+        class_of_silo,
+        rows(3, 5),
+        ("p",),
+        enumerated_sites=("kind",),
+        silo_plates=("rows",),
+        pooled=lambda silos: dict(silos={name: silos[name]["y"] for name in silos.names}),
+        pooled_model=class_of_silo_summed,
+        options=dict(local=["kind"]),
+    ),
+    "binary obs_mask": Case(
+        imputed_binary,
+        lambda: Silos(
+            [dict(x=normal(j, n), y=binary(j, n), present=np.arange(n) % 3 != j) for j, n in enumerate((4, 2, 5))]
+        ),
+        ("beta",),
+        (),
+        ("y_observed", "x"),
+        enumerated_sites=("y_unobserved",),
+        silo_plates=("rows",),
+        pooled_model=imputed_binary_summed,
+    ),
+    "masked classes": Case(
+        masked_classes,
+        with_present(3, 5),
+        ("weights",),
+        enumerated_sites=("kind",),
+        silo_plates=("rows",),
+        pooled_model=masked_classes_summed,
+    ),
+    "dice": Case(
+        dice,
+        rows(3, 5),
+        ("mu",),
+        enumerated_sites=("die",),
+        params=("scale",),
+        silo_plates=("rows",),
+        pooled_model=dice_summed,
     ),
 }

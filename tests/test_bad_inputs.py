@@ -270,10 +270,32 @@ def prior_from_number_of_rows(y):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
 
-def discrete(y):
+def discrete_global(y):
+    p = numpyro.sample("p", dist.Beta(1, 1))
+    z = numpyro.sample("z", dist.Bernoulli(p))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(z, 1), obs=y)
+
+
+def discrete_global_below_local(y):
     p = numpyro.sample("p", dist.Beta(1, 1))
     with numpyro.plate("rows", y.shape[0]):
         z = numpyro.sample("z", dist.Bernoulli(p))
+        numpyro.sample("y", dist.Normal(z, 1), obs=y)
+    numpyro.sample("mu", dist.Normal(z.sum(), 1))
+
+
+def discrete_unbounded(y):
+    rate = numpyro.sample("rate", dist.Gamma(1.0, 1.0))
+    with numpyro.plate("rows", y.shape[0]):
+        z = numpyro.sample("z", dist.Poisson(rate))
+        numpyro.sample("y", dist.Normal(z, 1), obs=y)
+
+
+def discrete_from_data(y):
+    p = numpyro.sample("p", dist.Beta(1, 1))
+    with numpyro.plate("rows", y.shape[0]):
+        z = numpyro.sample("z", dist.Binomial(jnp.ceil(jnp.abs(y)).astype(int), p))
         numpyro.sample("y", dist.Normal(z, 1), obs=y)
 
 
@@ -497,7 +519,12 @@ BAD_MODELS: dict[str, Bad] = {
     "35 prior from the number of rows": bad(
         prior_from_number_of_rows, ragged, "'mu'", "size of a silo's data", "another prior", "shared="
     ),
-    "36 discrete latent": bad(discrete, ragged, "'z'", "discrete", "Bernoulli", "MixtureSameFamily"),
+    "36 discrete global": bad(
+        discrete_global, ragged, "'z'", "discrete", "Bernoulli", "no silo", "MixtureSameFamily", "local=['z']"
+    ),
+    "36 global below discrete": bad(discrete_global_below_local, ragged, "'z' is local", "global site 'mu'", "before"),
+    "36 discrete without end": bad(discrete_unbounded, ragged, "'z'", "Poisson", "infinitely many", "sum it out"),
+    "36 discrete from data": bad(discrete_from_data, ragged, "'z'", "Binomial", "depends on data", "total_count"),
     "38 subsample_size": bad(subsampled, ragged, "'rows'", "subsample_size=2", "batch_size="),
     "39 plate dims clash": bad(clashing_dims, ragged, "silo 's0'", "y (4,)", "same dim", "dim=-2"),
     "40 param in a silo's plate": bad(

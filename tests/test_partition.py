@@ -21,6 +21,7 @@ def test_labels(name: str) -> None:
     found = partition(case.model, case.silos(), **case.options)
     assert found.global_sites == case.global_sites
     assert found.local_sites == case.local_sites
+    assert found.enumerated_sites == case.enumerated_sites
     assert found.observed_sites == case.observed_sites
     assert found.params == case.params
     assert set(found.silo_plates) == set(case.silo_plates)
@@ -314,6 +315,12 @@ def test_table_shows_the_server_params_and_deterministics() -> None:
     table = str(table_of("deterministics"))
     assert "deterministic of globals" in table
     assert "deterministic, local" in table
+
+
+def test_table_shows_what_is_summed_out() -> None:
+    (line,) = [line for line in str(table_of("classes")).splitlines() if line.startswith("kind")]
+    assert " ".join(line.split()) == "kind local, summed out rows (n[rows],) nothing"
+    assert "local latents stay in their silos" in str(table_of("classes"))
 
 
 def test_table_in_a_notebook() -> None:

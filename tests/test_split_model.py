@@ -12,6 +12,7 @@ import numpyro.distributions as dist
 import pytest
 from models import MODELS, Case, normal, real
 from numpyro import handlers
+from numpyro.contrib.funsor import config_enumerate, enum
 from numpyro.infer.util import constrain_fn, potential_energy
 
 from numpyro_fed import padding
@@ -86,8 +87,12 @@ def pooled_log_density(case: Case, split: SplitModel, silos: Silos, point: Point
     for site in split.partition.local_sites:
         together = case.join(site, [values_j[site] for values_j in by_silo])
         values |= together if isinstance(together, dict) else {site: together}
-    model = handlers.seed(case.pooled_model or case.model, jax.random.PRNGKey(0))
-    return -potential_energy(model, (), case.pooled(silos), values)
+    model = case.pooled_model or case.model
+    by_funsor = bool(case.enumerated_sites) and case.pooled_model is None
+    if by_funsor:
+        model = enum(config_enumerate(model), first_available_dim=-3)
+    seeded = handlers.seed(model, jax.random.PRNGKey(0))
+    return -potential_energy(seeded, (), case.pooled(silos), values, enum=by_funsor)
 
 
 def case_at_random(name: str) -> tuple[Case, Silos, SplitModel, dict[str, SiloData], Point]:
@@ -146,9 +151,10 @@ def total(prior: Any, silo: dict[str, Any]) -> Any:
 
 
 SOME = ["glmm", "long format", "nested plates", "crossed own plates", "obs_mask", "reshape", "weights"]
+DISCRETE = [name for name, case in MODELS.items() if case.enumerated_sites]
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", [*SOME, *DISCRETE])
 def test_padding_buckets_and_order_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A silo's term is its own, however its bucket is padded and wherever it stands."""
     _, silos, split, data, point = case_at_random(name)
