@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 PEAK, FLOOR = 2e-2, 2e-4  # in whitened coordinates: sds of the posterior
+LINEAR_PEAK, CLIP = 5e-2, 20.0  # a step of at most one sd
 
 
 class HorizonState(NamedTuple):
@@ -21,14 +22,27 @@ def _init(params: Any) -> HorizonState:
     return HorizonState(jnp.zeros((), jnp.int32), jnp.full((), 1000, jnp.int32))
 
 
-def _update(updates: Any, state: HorizonState, params: Any = None) -> tuple[Any, HorizonState]:
-    done = jnp.minimum(state.count / state.horizon, 1.0)
-    rate = FLOOR + (PEAK - FLOOR) * 0.5 * (1 + jnp.cos(jnp.pi * done))
-    return jax.tree.map(lambda u: (-rate * u).astype(u.dtype), updates), HorizonState(state.count + 1, state.horizon)
+def falling(peak: float, floor: float) -> optax.GradientTransformation:
+    """Steps that fall on a cosine from ``peak`` to ``floor`` over the steps of a run."""
+
+    def update(updates: Any, state: HorizonState, params: Any = None) -> tuple[Any, HorizonState]:
+        done = jnp.minimum(state.count / state.horizon, 1.0)
+        rate = floor + (peak - floor) * 0.5 * (1 + jnp.cos(jnp.pi * done))
+        moved = jax.tree.map(lambda u: (-rate * u).astype(u.dtype), updates)
+        return moved, HorizonState(state.count + 1, state.horizon)
+
+    return optax.GradientTransformation(_init, update)
 
 
-DEFAULT = optax.chain(optax.scale_by_adam(), optax.GradientTransformation(_init, _update))
+DEFAULT = optax.chain(optax.scale_by_adam(), falling(PEAK, FLOOR))
 """Adam whose step falls on a cosine from 0.02 to 0.0002 over the rounds of a run, in units of the start's sds."""
+
+LINEAR = optax.chain(optax.clip(CLIP), falling(LINEAR_PEAK, LINEAR_PEAK / 100))
+"""Plain gradient steps in units of the start's sds, where all curvatures are about one.
+
+For averages of silos: the mean of their gradients is the gradient of all silos, and stays so after a linear step. Adam
+divides each silo's gradient by its own size, so that silos which pull apart meet at a median, not at the mean.
+"""
 
 
 def with_horizon(opt_state: Any, num_rounds: Any) -> Any:

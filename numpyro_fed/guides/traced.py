@@ -62,7 +62,8 @@ def unconstrained(
     """
     params = split.constrain_theta(theta) | split.constants
     model = handlers.substitute(split.model, data={**params, **values})
-    model = handlers.substitute(handlers.seed(model, jax.random.key(0)), substitute_fn=init_to_uniform)
+    others = lambda site: None if site["name"] in values else init_to_uniform(site)
+    model = handlers.substitute(handlers.seed(model, jax.random.key(0)), substitute_fn=others)
     with validation_enabled(False):
         trace = handlers.trace(model).get_trace(**split.spec.kwargs(data))
     flat, log_det = {}, {}

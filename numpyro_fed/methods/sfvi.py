@@ -199,8 +199,7 @@ class SFVI(Method):
         ``tempered``: the silo's density is raised to the power that it is sent in ``each``.
         """
         guide, d = self.family.bind(split), split.dim
-        optim = check_optim(self.optim)
-        silo_optim = self._silo_optim(split)
+        optim, silo_optim = self._optim(split), self._silo_optim(split)
 
         def theta_of(server: ServerState, theta: dict | None = None) -> dict[str, Array]:
             location, scale = server.theta_base
@@ -286,6 +285,9 @@ class SFVI(Method):
 
         return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
 
+    def _optim(self, split: SplitModel) -> Any:
+        return check_optim(self.optim)
+
     def _silo_optim(self, split: SplitModel) -> RowOptim:
         optim = check_optim(self.optim if self.silo_optim is None else self.silo_optim)
         drawn = tuple(group.name for group in split.groups if group.axes) if self.batch_size is not None else ()
@@ -293,7 +295,7 @@ class SFVI(Method):
 
     def adopt(self, split: SplitModel, server: ServerState, silos: tuple, found: Any) -> tuple[ServerState, tuple]:
         """The states of a run that starts from ``found``."""
-        guide, optim, silo_optim = self.family.bind(split), check_optim(self.optim), self._silo_optim(split)
+        guide, optim, silo_optim = self.family.bind(split), self._optim(split), self._silo_optim(split)
         source = found.source if found.source is not None and found.source.family == self.family else None
         if source is not None:  # q itself, in its own units
             params, base = source.params, source.base
@@ -313,6 +315,8 @@ class SFVI(Method):
             return state._replace(params=params, base=base, opt_state=silo_optim.init(params))
 
         modes = found.local if source is None else source.local
+        if not modes:  # a guide that reads the data has no locals of its own to give
+            modes = tuple(start.SiloState(state.base.loc, state.base.scale, {}) for state in silos)
         return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, modes, strict=True))
 
     def found(self, split: SplitModel, server: ServerState, silos: tuple) -> start.Found:
@@ -325,7 +329,7 @@ class SFVI(Method):
             return start.SiloState(*guide.summary_local(state.params, state.base, loc, aid))
 
         own = tuple((state.params, state.base) for state in silos)
-        local = tuple(jax.vmap(one)(state) for state in silos) if guide.local_params and split.groups else ()
+        local = tuple(jax.vmap(one)(state) for state in silos) if split.groups and not guide.needs_data else ()
         source = start.Source(self.family, server.params, server.base, aid, own)
         return start.Found(loc, chol, sd, self.theta(server), server.theta_base[1], local, source)
 

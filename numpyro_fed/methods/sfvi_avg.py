@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from numpyro_fed import start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
@@ -37,7 +38,7 @@ from numpyro_fed.guides import Amortised, StructuredNormal
 from numpyro_fed.guides.normal import GlobalBase
 from numpyro_fed.methods.base import Prepared
 from numpyro_fed.methods.sfvi import SFVI, ServerState, SiloState
-from numpyro_fed.optim import check_optim, with_horizon
+from numpyro_fed.optim import DEFAULT, LINEAR, check_optim, with_horizon
 from numpyro_fed.padding import SiloData
 from numpyro_fed.split_model import SplitModel
 
@@ -83,7 +84,7 @@ class SFVIAvg(SFVI):
     Args:
         local_steps: m, steps a silo takes between two rounds.
         scaling: ``"whole"`` (default) multiplies a silo's whole bound by N / N_j; ``"paper"`` its log density alone.
-        weights: of the silos in the average: None (all alike) or ``"size"`` (by their number of observations).
+        weights: of the silos in the average: ``"size"`` (default, by their number of observations) or ``"equal"``.
 
     The other arguments are those of :class:`~numpyro_fed.SFVI`; ``guide`` needs a normal with full or diagonal
     covariance over the globals. ``fit.history`` has, for every round, the ``residual`` of the barycenter's equation and
@@ -97,7 +98,7 @@ class SFVIAvg(SFVI):
 
     local_steps: int = 100
     scaling: str = "whole"
-    weights: str | None = None
+    weights: str = "size"
 
     moving_centre = False
 
@@ -107,8 +108,8 @@ class SFVIAvg(SFVI):
             raise ValueError(f"local_steps must be an int of at least 1, got {self.local_steps!r}")
         if self.scaling not in ("whole", "paper"):
             raise ValueError(f"scaling is {self.scaling!r}; use 'whole' or 'paper'")
-        if self.weights not in (None, "size"):
-            raise ValueError(f"weights is {self.weights!r}; use None (all silos alike) or 'size'")
+        if self.weights not in ("size", "equal"):
+            raise ValueError(f"weights is {self.weights!r}; use 'size' or 'equal'")
         family = self.family
         normal = isinstance(family, StructuredNormal | Amortised) and family.global_guide is None
         if not normal or family.global_cov not in ("full", "diagonal"):
@@ -135,7 +136,7 @@ class SFVIAvg(SFVI):
         """SFVI-Avg as pure functions: a silo runs SFVI with itself, so many steps, and the server averages."""
         tempered = self.scaling == "paper" and bool(split.groups)
         own = super().algorithm(split, weighting, batching, tempered)
-        guide, optim = self.family.bind(split), check_optim(self.optim)
+        guide, optim = self.family.bind(split), self._optim(split)
         sizes = _sizes(split)
         full = self.family.global_cov == "full"
 
@@ -176,7 +177,7 @@ class SFVIAvg(SFVI):
 
         def aggregate(messages: AvgMessage, cohort: Cohort) -> Average:
             number = len(cohort.index)
-            weights = jnp.ones(number) if self.weights is None else jnp.asarray(sizes, jnp.float32)[cohort.index]
+            weights = jnp.ones(number) if self.weights == "equal" else jnp.asarray(sizes, jnp.float32)[cohort.index]
             weights = weights / jnp.sum(weights)
             mean = lambda tree: jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, axes=1), tree)
             params = jax.vmap(lambda params: _unpacked(params, split.dim))(messages.params)
@@ -207,17 +208,25 @@ class SFVIAvg(SFVI):
 
         return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
 
+    def _optim(self, split: SplitModel) -> Any:
+        """Linear where the start gives every direction its unit; an encoder's weights have none."""
+        if self.optim is not None or not self._can_start(split):
+            return check_optim(self.optim)
+        names = self.family.shared_params
+        kinds = lambda tree: (
+            {name: jax.tree.map(lambda _, n=name: "adam" if n in names else "linear", v) for name, v in tree[0].items()},
+            jax.tree.map(lambda _: "linear", tree[1]),
+        )
+        return optax.multi_transform({"linear": LINEAR, "adam": DEFAULT}, kinds) if names else LINEAR
+
     # --- states -----------------------------------------------------------------------------------------------------
 
     def adopt(self, split: SplitModel, server: ServerState, silos: tuple, found: start.Found) -> tuple:
-        optim = check_optim(self.optim)
         server, local = super().adopt(split, server, tuple(state.local for state in silos), found)
-        fresh = optim.init((server.params, server.theta))
         states = []
         for state, own in zip(silos, local, strict=True):
-            number = jax.tree.leaves(state.opt_state)[0].shape[0]
-            repeat = lambda leaf, number=number: jnp.repeat(jnp.asarray(leaf)[None], number, axis=0)
-            states.append(AvgSiloState(jax.tree.map(repeat, fresh), own))
+            repeat = lambda new, old: jnp.repeat(jnp.asarray(new, old.dtype)[None], old.shape[0], axis=0)
+            states.append(AvgSiloState(jax.tree.map(repeat, server.opt_state, state.opt_state), own))
         return server._replace(opt_state=()), tuple(states)
 
     def found(self, split: SplitModel, server: ServerState, silos: tuple) -> start.Found:
