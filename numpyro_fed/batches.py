@@ -74,6 +74,11 @@ def plan(split: SplitModel, stack: Stack, weighting: Weighting, size: int, found
         what = "no observations along an axis of the silos" if not units else f"observations along {', '.join(units)}"
         raise ValueError(f"batch_size= needs observations along one axis of the silos; this model has {what}")
     (unit,) = units
+    if unit in split.enumeration.whole:
+        raise ValueError(
+            f"batch_size=: the discrete latent {split.enumeration.whole[unit]!r} is summed out over all rows of "
+            f"{unit!r} together. Leave batch_size= out."
+        )
     others = [axis for site in observed for axis, _ in site.value_axes if axis not in dict(site.axes)]
     if others:
         raise ValueError(f"batch_size=: site {observed[0].name!r} has all rows of a silo in one event")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import pandas as pd
 from numpyro_fed import arguments, export, forward, predict, summary, units
 from numpyro_fed.engines.base import Stack
 from numpyro_fed.keys import check_key
-from numpyro_fed.padding import SiloData, from_arguments, silo_data
+from numpyro_fed.padding import Bucket, SiloData, from_arguments, silo_data
 from numpyro_fed.silos import Silos
 from numpyro_fed.split_model import SplitModel
 from numpyro_fed.tracing import digest, provenance
@@ -128,7 +128,9 @@ class Fit:
 
         def one(key: Array, identity: Any, server: Any, state: Any, mask: dict, data: SiloData) -> tuple[dict, dict]:
             z, z_local = self.latents(key, identity, server, state, mask, data)
-            return split.constrain_global(z, theta(server)), split.constrain_local(z, z_local, theta(server), data)
+            own = forward.discrete_key(key, identity)
+            local = split.constrain_local(z, z_local, theta(server), data, own)
+            return split.constrain_global(z, theta(server)), local
 
         return jax.jit(jax.vmap(one, in_axes=(0, None, None, None, None, None)), compiler_options=forward.ONCE)
 
@@ -197,7 +199,9 @@ class Fit:
         _, data = self._data(self.state.names[0])
         zeros = split.zeros_local(data.mask)
         found = provenance(
-            lambda args: split.constrain_local(jnp.zeros(split.dim), zeros, split.theta, data._replace(args=args)),
+            lambda args: split.constrain_local(
+                jnp.zeros(split.dim), zeros, split.theta, data._replace(args=args), jax.random.key(0)
+            ),
             {"args": data.args},
         )
         return frozenset(name for name, sources in found.items() if sources)
@@ -265,15 +269,18 @@ class Fit:
         assert self.silos is not None
         keys = _keys(jax.random.key(0) if rng_key is None else rng_key, num_samples)
         prepared, stack = self.method.ready(self.silos)
-        states = self.state.arranged(stack)
         arrays = tuple((bucket.args, bucket.mask) for bucket in stack.buckets)
-
-        def bound(keys: Array, server: Any, states: tuple, arrays: tuple, shared: tuple) -> Array:
-            buckets = tuple(b._replace(args=a, mask=m) for b, (a, m) in zip(stack.buckets, arrays, strict=True))
-            data = stack._replace(buckets=buckets, shared=shared)
-            return jax.lax.map(lambda key: self.method.elbo(prepared, data, server, states, key), keys)
-
-        values = jax.jit(bound, compiler_options=forward.ONCE)(keys, self.state.server, states, arrays, stack.shared)
+        bucket_names = tuple(bucket.names for bucket in stack.buckets)
+        values = _bounds(
+            self.method,
+            _ById(prepared),
+            bucket_names,
+            keys,
+            self.state.server,
+            self.state.arranged(stack),
+            arrays,
+            stack.shared,
+        )
         return float(jnp.mean(values))
 
     # --- what it says -------------------------------------------------------------------------------------------------
@@ -339,3 +346,24 @@ def _keys(rng_key: Any, num_samples: Any) -> Array:
     if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer) or num_samples < 1:
         raise ValueError(f"num_samples must be an int of at least 1, got {num_samples!r}")
     return jax.random.split(check_key(rng_key), int(num_samples))
+
+
+class _ById(NamedTuple):
+    """A value that is the same program's when it is the same object: what a method prepared is kept by it."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and self.value is other.value
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=forward.ONCE)
+def _bounds(
+    method: Any, prepared: _ById, names: tuple, keys: Array, server: Any, states: tuple, arrays: tuple, shared: tuple
+) -> Array:
+    buckets = tuple(Bucket(own, *found) for own, found in zip(names, arrays, strict=True))
+    stack = Stack(sum(names, ()), buckets, shared)
+    return jax.lax.map(lambda key: method.elbo(prepared.value, stack, server, states, key), keys)

@@ -24,7 +24,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.padding import SiloData
 from numpyro_fed.split_model import SplitModel
-from numpyro_fed.tracing import digest
+from numpyro_fed.tracing import digest, provenance
 
 Array = Any
 MAX_ROUNDS = 30
@@ -64,6 +64,7 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
     """Mode finding as a federated algorithm. Its final states start the variational methods."""
     theta_flat, unravel_theta = ravel_pytree(split.theta)
     d, size = split.dim, split.dim + theta_flat.shape[0]
+    free = np.concatenate([np.ones(d, bool), *(np.full(n, not held) for n, held in _held(split))])
 
     def parts(x: Array) -> tuple[Array, dict]:
         return x[:d], unravel_theta(x[d:])
@@ -85,7 +86,7 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
         )
 
     def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
-        x = broadcast.common
+        x, before = broadcast.common, silo
         silo = fit_locals(split, x[:d], parts(x)[1], silo, data)
         draws = {  # the same in every round: the objective is then a fixed function
             g.name: jax.random.normal(jax.random.key(digest(g.name)), (g.num_rows(data.mask), DRAWS // 2, g.size))
@@ -108,7 +109,10 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
         )
         value, gradient = jax.value_and_grad(bound)(x)
         hessian = jax.jacfwd(jax.grad(bound))(x)
-        return Message(value + entropy, gradient, hessian), silo
+        # a step that was too long must not stay: the server will refuse it, and the next one starts from here
+        fine = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(silo)]
+        kept = jax.tree.map(lambda new, old: jnp.where(jnp.all(jnp.stack(fine)), new, old), silo, before)
+        return Message(value + entropy, gradient, hessian), kept if fine else silo
 
     def aggregate(messages: Message, cohort: Cohort) -> Message:
         return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), messages)
@@ -120,6 +124,8 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
         value = silos.value + prior(server.trial)
         gradient = silos.gradient + jax.grad(prior)(server.trial)
         precision = -(silos.hessian + jax.jacfwd(jax.grad(prior))(server.trial))
+        gradient = jnp.where(free, gradient, 0.0)
+        precision = jnp.where(free[:, None] & free, precision, jnp.eye(size))
         finite = jnp.isfinite(value) & jnp.all(jnp.isfinite(gradient)) & jnp.all(jnp.isfinite(precision))
         # the locals' scale is their curvature's, not the bound's best, so value and gradient disagree by a few units
         # of log density near the end: there the gradient decides
@@ -137,6 +143,20 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
         return server, {"loss": -value, "gain": gain}
 
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+
+
+def _held(split: SplitModel) -> list[tuple[int, bool]]:
+    """Of each theta its size, and whether it shapes the globals' prior.
+
+    There a point has no mode: as the scale of a prior goes to zero with the globals, the density goes to infinity.
+    Such a theta stays at its start until inference integrates over the globals.
+    """
+    if not split.theta:
+        return []
+    found = provenance(lambda **theta: split.log_prior(jnp.zeros(split.dim), theta), split.theta)
+    return [
+        (int(sum(np.size(leaf) for leaf in jax.tree.leaves(v))), n in found) for n, v in sorted(split.theta.items())
+    ]
 
 
 def newton_step(gradient: Array, precision: Array, damping: Array) -> Array:

@@ -23,7 +23,7 @@ import numpy as np
 
 from numpyro_fed.fit import Fit, State
 from numpyro_fed.padding import call_spec, shared_arrays
-from numpyro_fed.partition import Partition, partition
+from numpyro_fed.partition import Partition, Site, partition
 from numpyro_fed.silos import Silos, leaves
 from numpyro_fed.split_model import from_spec
 from numpyro_fed.tracing import PartitionError
@@ -138,9 +138,14 @@ def _family(method: Any) -> str:
 
 
 def _sites(part: Partition) -> list[list[Any]]:
-    """The partition's table, as JSON returns it."""
+    """The partition's table, as JSON returns it. The silos' own lengths are told by the silos' shapes."""
+
+    def shape(site: Site) -> list[int | str]:
+        own = {len(site.shape.value) + dim: f"n[{axis}]" for axis, dim in site.value_axes}
+        return [own.get(i, size) for i, size in enumerate(site.shape.value)]
+
     return [
-        [site.name, site.role, "server" if site.at_server else "silo", list(site.shape.value), site.shape.distribution]
+        [site.name, site.role, "server" if site.at_server else "silo", shape(site), site.shape.distribution]
         for site in part.sites
     ]
 
@@ -155,7 +160,9 @@ def _partition(path: Path, method: Any, sites: list[list[Any]], shapes: Silos) -
     now = {row[0]: row[1:] for row in _sites(part)}
     for name in [*saved, *now]:
         if saved.get(name) != now.get(name):
-            tell = lambda row: "not there" if row is None else f"{row[0]} ({row[1]}), shape {tuple(row[2])}, {row[3]}"
+            tell = lambda row: (
+                "not there" if row is None else f"{row[0]} ({row[1]}), shape ({', '.join(map(str, row[2]))}), {row[3]}"
+            )
             raise ValueError(
                 f"{path} is of another model: site {name!r} is {tell(saved.get(name))} in the file and "
                 f"{tell(now.get(name))} in this model"

@@ -10,7 +10,6 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.barycenter import barycenter, w2
-from numpyro_fed.engines.base import SERVER
 
 
 def groups(y):
@@ -99,7 +98,6 @@ def test_a_round_is_local_steps_and_a_barycenter(x64, weights):
     distance = [w2(m, c, expected.mean, expected.covariance) for m, c in zip(means, covariances, strict=True)]
     np.testing.assert_allclose(fit.history["disagreement"][-1], distance, atol=1e-8)
     assert fit.history["residual"][-1] < 1e-6
-    assert SERVER is not None
 
 
 def test_whole_scaling_is_a_power_of_the_likelihood(x64):
@@ -137,7 +135,7 @@ def test_homogeneous_silos_reach_the_exact_posterior(cov):
 
 
 def test_silos_that_disagree_are_seen():
-    """Slopes 1 apart are told by distances of many sds; homogeneous silos stay within the step size's noise."""
+    """Slopes 1 apart are told by distances of many sds, in which homogeneous silos are a few apart."""
     alike = nf.SFVIAvg(plain).run(jax.random.key(0), regression_silos((200,) * 3), 10, progress_bar=False)
     apart = nf.SFVIAvg(plain).run(jax.random.key(0), regression_silos((200,) * 3, slope=1.0), 10, progress_bar=False)
     far = lambda fit: np.nanmax(fit.history["disagreement"])
@@ -185,7 +183,7 @@ def test_absent_silos_do_not_move():
 
 def test_engines_agree(x64):
     silos = nf.Silos([dict(y=np.arange(n) / 3.0) for n in (3, 5)])
-    method = nf.SFVIAvg(groups, local_steps=3)
+    method = nf.SFVIAvg(groups, local_steps=3, start_rounds=0)  # at the optimum Adam would amplify rounding
     one, other = (
         method.run(jax.random.key(0), silos, 2, engine=engine, progress_bar=False)
         for engine in (nf.engines.Vmap(), nf.engines.Loopback())
@@ -203,9 +201,9 @@ def test_bad_settings():
         nf.SFVIAvg(groups, scaling="half")
     with pytest.raises(ValueError, match="weights is 'rows'"):
         nf.SFVIAvg(groups, weights="rows")
-    with pytest.raises(ValueError, match='full or diagonal covariance.*global_cov="diagonal"'):
+    with pytest.raises(ValueError, match=r'full or diagonal covariance.*global_cov="diagonal"'):
         nf.SFVIAvg(groups, guide=nf.guides.StructuredNormal(global_cov="low_rank"))
-    with pytest.raises(ValueError, match="or use nf.SFVI with this guide"):
+    with pytest.raises(ValueError, match=r"or use nf.SFVI with this guide"):
         nf.SFVIAvg(groups, guide=nf.guides.StructuredNormal(global_guide=numpyro.infer.autoguide.AutoNormal))
     with pytest.warns(UserWarning, match="one silo, so there is nothing to average"):
         nf.SFVIAvg(groups, local_steps=2).run(

@@ -8,7 +8,7 @@ r"""Structured normal guides.
 with unit lower triangular :math:`L` (Tan, Bhaskaran and Nott 2020; section 3.4 of the SFVI paper).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numpyro_fed.guides.auto import AutoGlobals, check_factory
@@ -51,11 +51,13 @@ class StructuredNormal(GlobalNormal, LocalNormal):
 
     def bind(self, split: SplitModel) -> Any:
         """The guide for one model."""
+        if not split.groups and (self.coupling or self.scale_coupling):
+            return replace(self, coupling=False, scale_coupling=False).bind(split)
         return self if self.global_guide is None else AutoGlobals(self, split)
 
-    def aid(self, params: dict[str, Array], base: Any) -> Array:
-        """What of the guide over the globals the silos need: its centre mu_G."""
-        return self.mean_global(params, base)
+    def aid(self, params: dict[str, Array], base: Any) -> Any:
+        """What of the guide over the globals the silos need: its centre mu_G, where locals move around it."""
+        return self.mean_global(params, base) if self.coupling or self.scale_coupling else ()
 
     def fixed_aid(self, params: dict[str, Array], base: Any) -> tuple:
         """The same where silos keep to the start's centre (which gives the same family)."""

@@ -69,6 +69,17 @@ class Sent(NamedTuple):
     theta: dict[str, Array]
 
 
+class Parts(NamedTuple):
+    """SFVI's step in pieces: :class:`SFVI` divides it between server and silos, SFVI-Avg takes it all in the silo."""
+
+    init: Any  # (key) -> ServerState
+    init_silo: Any  # (key, broadcast, data) -> SiloState
+    draws: Any  # (key) -> standard normals of z_G
+    sent: Any  # (ServerState, draws) -> Sent
+    silo_step: Any  # (key, broadcast, SiloState, data) -> (Message, SiloState)
+    update: Any  # (ServerState, draws, Message) -> (ServerState, info)
+
+
 @dataclass(frozen=True)
 class SFVI(Method):
     """Structured federated variational inference.
@@ -192,9 +203,30 @@ class SFVI(Method):
         return Weighting(self.importance_samples or IMPORTANCE_SAMPLES, "aligned" if everywhere_aligned else "indexed")
 
     def algorithm(
-        self, split: SplitModel, weighting: Weighting, batching: Batching | None = None, tempered: bool = False
+        self, split: SplitModel, weighting: Weighting, batching: Batching | None = None
     ) -> FederatedAlgorithm:
-        """SFVI as pure functions; see :mod:`numpyro_fed.algorithm`.
+        """SFVI as pure functions; see :mod:`numpyro_fed.algorithm`."""
+        parts = self.parts(split, weighting, batching)
+
+        def broadcast(key: Array, server: ServerState) -> Broadcast:
+            return Broadcast(parts.sent(server, parts.draws(key)))
+
+        def aggregate(messages: Message, cohort: Cohort) -> Message:
+            # unbiased when a cohort speaks for all; a product, since sums over a short first axis are slow on a CPU
+            weight = jnp.full(len(cohort.index), cohort.num_silos / len(cohort.index))
+            return jax.tree.map(lambda leaf: jnp.tensordot(weight.astype(leaf.dtype), leaf, axes=1), messages)
+
+        def server_step(key: Array, server: ServerState, silos: Message) -> tuple[ServerState, dict]:
+            return parts.update(server, parts.draws(key), silos)
+
+        return FederatedAlgorithm(
+            parts.init, parts.init_silo, broadcast, parts.silo_step, aggregate, server_step
+        ).traced_once()
+
+    def parts(
+        self, split: SplitModel, weighting: Weighting, batching: Batching | None = None, tempered: bool = False
+    ) -> "Parts":
+        """What a step is made of.
 
         ``tempered``: the silo's density is raised to the power that it is sent in ``each``.
         """
@@ -227,9 +259,9 @@ class SFVI(Method):
                 found = find_components(split, jax.random.key(0), data, z, split.theta)
             return SiloState(params, base, silo_optim.init(params), found)
 
-        def broadcast(key: Array, server: ServerState) -> Broadcast:
-            z, _ = paths(server.params, server.base, draws(key))
-            return Broadcast(Sent(z, self._aid(guide, server), theta_of(server)))
+        def sent_at(server: ServerState, eps: Array) -> Sent:
+            z, _ = paths(server.params, server.base, eps)
+            return Sent(z, self._aid(guide, server), theta_of(server))
 
         def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
             sent = broadcast.common
@@ -261,12 +293,7 @@ class SFVI(Method):
             params, opt_state = silo_optim.step(downhill, silo.opt_state, silo.params, params, taken)
             return message, silo._replace(params=params, opt_state=opt_state)
 
-        def aggregate(messages: Message, cohort: Cohort) -> Message:
-            scale = cohort.num_silos / len(cohort.index)  # unbiased when a cohort speaks for all
-            return jax.tree.map(lambda leaf: scale * jnp.sum(leaf, axis=0), messages)
-
-        def server_step(key: Array, server: ServerState, silos: Message) -> tuple[ServerState, dict]:
-            eps = draws(key)
+        def update(server: ServerState, eps: Array, silos: Message) -> tuple[ServerState, dict]:
             (z, log_q), pull = jax.vjp(lambda params: paths(params, server.base, eps), server.params)
             _, pull_aid = jax.vjp(lambda params: self._aid(guide, server._replace(params=params)), server.params)
 
@@ -283,7 +310,7 @@ class SFVI(Method):
             server = server._replace(params=params, theta=theta, opt_state=opt_state)
             return server, {"loss": jnp.mean(log_q) - value - silos.value}
 
-        return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+        return Parts(init, init_silo, draws, sent_at, silo_step, update)
 
     def _optim(self, split: SplitModel) -> Any:
         return check_optim(self.optim)

@@ -131,11 +131,11 @@ class SFVIAvg(SFVI):
         return super().prepare(split, stack)
 
     def algorithm(
-        self, split: SplitModel, weighting: Weighting, batching: Batching | None = None, tempered: bool = False
+        self, split: SplitModel, weighting: Weighting, batching: Batching | None = None
     ) -> FederatedAlgorithm:
         """SFVI-Avg as pure functions: a silo runs SFVI with itself, so many steps, and the server averages."""
         tempered = self.scaling == "paper" and bool(split.groups)
-        own = super().algorithm(split, weighting, batching, tempered)
+        own = self.parts(split, weighting, batching, tempered)
         guide, optim = self.family.bind(split), self._optim(split)
         sizes = _sizes(split)
         full = self.family.global_cov == "full"
@@ -160,12 +160,13 @@ class SFVIAvg(SFVI):
             def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
                 server, local = carry
                 at_server, in_silo = jax.random.split(key)
-                draw = own.broadcast(at_server, server)
-                message, local = own.silo_step(in_silo, Broadcast(draw.common, factor), local, data)
+                # drawn once: the compiler does not see that two draws from one key are the same
+                eps = jax.lax.optimization_barrier(own.draws(at_server))
+                message, local = own.silo_step(in_silo, Broadcast(own.sent(server, eps), factor), local, data)
                 value = message.value
                 if not tempered:
                     message = jax.tree.map(lambda leaf: factor * leaf, message)
-                server, _ = own.server_step(at_server, server, message)
+                server, _ = own.update(server, eps, message)
                 return (server, local), value
 
             keys = jax.random.split(key, self.local_steps)
@@ -214,7 +215,10 @@ class SFVIAvg(SFVI):
             return check_optim(self.optim)
         names = self.family.shared_params
         kinds = lambda tree: (
-            {name: jax.tree.map(lambda _, n=name: "adam" if n in names else "linear", v) for name, v in tree[0].items()},
+            {
+                name: jax.tree.map(lambda _, n=name: "adam" if n in names else "linear", v)
+                for name, v in tree[0].items()
+            },
             jax.tree.map(lambda _: "linear", tree[1]),
         )
         return optax.multi_transform({"linear": LINEAR, "adam": DEFAULT}, kinds) if names else LINEAR
