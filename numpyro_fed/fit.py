@@ -231,6 +231,9 @@ class Fit:
           format), from york's posterior. Groups are york's own when their number is york's.
         - ``predict(key, data)``: a new silo. All local latents come from their prior given the globals.
 
+        With an amortised guide whose inputs are all in ``data``, the latents of new units come from the encoder: then
+        the values of observations matter.
+
         Args:
             rng_key: ``jax.random.key(0)``. The globals' draws are those of :meth:`sample` with the same key.
             data: the model's arguments. Observations may be left out, even where the model requires them: their

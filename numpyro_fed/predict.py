@@ -2,9 +2,10 @@ r"""Predictions: the model run forward on joint draws of the posterior.
 
 Globals always come from :math:`q(z_G)`. Whether a local latent comes from its silo's :math:`q(z_L \mid z_G)` or from
 its prior :math:`p(z_L \mid z_G)` depends on whose it is: the units of a silo have their own posterior, new units of it
-know only what its other units taught about the silo, and a new silo knows the globals alone. The same holds for
-discrete latents, whose posterior given all else is exact. Observed sites are always drawn, never held;
-``numpyro.factor`` weighs no draw.
+know only what its other units taught about the silo, and a new silo knows the globals alone. An encoder
+(:class:`numpyro_fed.guides.Amortised`) reads the latents of new units off their data. The same holds for discrete
+latents, whose posterior given all else is exact. Observed sites are always drawn, never held; ``numpyro.factor`` weighs
+no draw.
 """
 
 from collections.abc import Mapping
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.arguments import arguments
 from numpyro_fed.forward import call_of, unit_axes
-from numpyro_fed.padding import silo_data
+from numpyro_fed.padding import from_arguments, silo_data
 from numpyro_fed.split_model import SplitModel
 from numpyro_fed.tracing import digest
+from numpyro_fed.units import encodes, new_arguments
 
 if TYPE_CHECKING:
     from numpyro_fed.fit import Fit
@@ -42,12 +43,12 @@ def predict(fit: "Fit", keys: Array, data: Mapping[str, Any] | None, silo: str |
         state, b = fit.state.silo(silo)
         lengths = {axis.name: axis.lengths[silo] for axis in split.partition.axes}
         mask = {axis: jnp.arange(n) < lengths[axis] for axis, n in fit.padded[b].items()}
-    own = {} if silo is None else fit.any_silos.own(silo)
-    if fit.silos is None:  # then only the ints are real
-        own = {name: value for name, value in own.items() if isinstance(value, int)}
-    kwargs, new = arguments(split, fit._used_arguments, data, own, silo or "new")
+    kwargs, new = new_arguments(fit, data, silo)
     held = held_sites(split, lengths, new) if silo is not None else ()
-    if held and (fit.reads_data or set(held) & set(split.partition.enumerated_sites)):
+    if encodes(fit, data):  # new units have told of themselves
+        state, _ = fit.state.silo(fit.state.names[0])  # an encoder has no parameters in the silos
+        units, held, lengths = from_arguments(kwargs, split.spec, new), split.partition.local_sites, new
+    elif held and (fit.reads_data or set(held) & set(split.partition.enumerated_sites)):
         fit.need_silos(f"predictions in {silo!r}, whose latents are read off its data,")
         units = silo_data(fit.any_silos, str(silo), split.spec, split.partition.axes)
     call, arrays = call_of(kwargs, held, lengths)

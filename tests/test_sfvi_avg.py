@@ -104,9 +104,7 @@ def test_whole_scaling_is_a_power_of_the_likelihood(x64):
     """With locals, one silo's target is p(z_G) p(y_j | z_G)^(N / N_j): the locals are integrated, then powered."""
     rng = np.random.default_rng(0)
     silos = nf.Silos([dict(y=rng.normal(1.0, 1.1, n)) for n in (12, 24)])
-    fit = nf.SFVIAvg(groups, local_steps=4000, optim=optax.adam(optax.cosine_decay_schedule(0.02, 4000))).run(
-        jax.random.key(0), silos, 1, progress_bar=False
-    )
+    fit = nf.SFVIAvg(groups, local_steps=3000, weights="equal").run(jax.random.key(0), silos, 1, progress_bar=False)
     means, sds = [], []
     for name in silos.names:
         y = silos[name]["y"]
@@ -169,13 +167,15 @@ def test_warm_start_and_back():
 
 def test_absent_silos_do_not_move():
     silos = regression_silos((20, 30, 40))
-    method = nf.SFVIAvg(plain, local_steps=3)
+    method = nf.SFVIAvg(plain, local_steps=3, optim=optax.adam(0.01))
     before = method.run(jax.random.key(0), silos, 1, progress_bar=False)
     cohort = nf.schedules.fixed([["0", "2"]])
     after = method.run(jax.random.key(1), silos, 1, init_state=before.state, schedule=cohort, progress_bar=False)
     same = jax.tree.map(np.array_equal, before.state.silo("1")[0].local, after.state.silo("1")[0].local)
     assert all(jax.tree.leaves(same))
-    moments = lambda fit, name: np.asarray(jax.tree.leaves(fit.state.silo(name)[0].opt_state)[1])
+    moments = lambda fit, name: np.concatenate(
+        [np.ravel(leaf) for leaf in jax.tree.leaves(fit.state.silo(name)[0].opt_state[0])]
+    )
     np.testing.assert_array_equal(moments(before, "1"), moments(after, "1"))
     assert not np.array_equal(moments(before, "0"), moments(after, "0"))
     assert np.isnan(after.history["disagreement"][-1][1]) and np.isfinite(after.history["disagreement"][-1][0])

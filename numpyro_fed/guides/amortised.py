@@ -33,16 +33,20 @@ class Encoder(NamedTuple):
 
 def as_encoder(encoder: Any) -> Encoder:
     """An encoder from a flax nnx module, an object with ``init`` and ``apply``, or a pair of these functions."""
+    if isinstance(encoder, type):
+        raise TypeError(
+            f"encoder is the class {encoder.__name__}: make it, as in {encoder.__name__}(..., rngs=nnx.Rngs(0)) for a "
+            "flax nnx module"
+        )
     if isinstance(encoder, tuple) and len(encoder) == 2 and all(map(callable, encoder)):
         return Encoder(_any_init(encoder[0]), encoder[1])
     if callable(getattr(encoder, "init", None)) and callable(getattr(encoder, "apply", None)):
         return Encoder(encoder.init, encoder.apply)
     if any(cls.__module__.startswith("flax.nnx") for cls in type(encoder).__mro__):
         return _from_nnx(encoder)
-    got = encoder.__name__ if isinstance(encoder, type) else f"a {type(encoder).__name__}"
     raise TypeError(
-        f"encoder must be a flax nnx module (nnx.Linear(5, 2, rngs=nnx.Rngs(0))) or a pair of functions (init(key, x), "
-        f"apply(weights, x)), got {got}"
+        "encoder must be a flax nnx module (nnx.Linear(5, 2, rngs=nnx.Rngs(0))) or a pair of functions (init(key, x), "
+        f"apply(weights, x)), got a {type(encoder).__name__}"
     )
 
 

@@ -150,6 +150,8 @@ class SFVI(Method):
                 'batch_size= takes rows apart, and local_cov="full" ties them together: use local_cov="block", or '
                 "leave batch_size= out"
             )
+        if self.batch_size is not None and guide.arbitrary and guide.local_params:
+            guide.take_rows(None, None)  # says why not
         find = _finder(split)
         weighting, batching = self._rows(split, stack, find)
         mode = start.newton_start(split) if self._can_start(split) else None
