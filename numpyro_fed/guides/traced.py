@@ -53,6 +53,19 @@ def log_densities(trace: dict[str, dict], held: Iterable[str] = ()) -> dict[str,
     return out
 
 
+def initial(split: SplitModel, init_loc_fn: Callable, key: Array) -> Array:
+    """z_G where a NumPyro initialisation strategy puts the global sites."""
+    data = split.spec.dummy()._replace(shared=split.shared)
+    params = split.constrain_theta(split.theta) | split.constants
+    model = handlers.seed(handlers.substitute(split.model, data=params), key)
+    with validation_enabled(False):
+        trace = handlers.trace(handlers.substitute(model, substitute_fn=init_loc_fn)).get_trace(
+            **split.spec.kwargs(data)
+        )
+    values = {name: trace[name]["value"] for name in split.global_shapes}
+    return split.ravel(unconstrained(split, values, split.theta, data)[0])
+
+
 def unconstrained(
     split: SplitModel, values: dict[str, Array], theta: dict, data: SiloData
 ) -> tuple[dict[str, Array], dict[str, Array]]:

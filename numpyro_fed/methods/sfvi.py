@@ -24,6 +24,7 @@ from numpyro_fed.bound import Weighting, silo_bound
 from numpyro_fed.engines.base import Stack, identities
 from numpyro_fed.guides import StructuredNormal, as_guide, local
 from numpyro_fed.guides.normal import GlobalBase
+from numpyro_fed.guides.traced import initial
 from numpyro_fed.methods.base import Method, Prepared
 from numpyro_fed.optim import check_optim, with_horizon
 from numpyro_fed.padding import SiloData
@@ -97,6 +98,9 @@ class SFVI(Method):
         num_particles: draws of z_G averaged in a round.
         silo_optim: the silos' own optimiser.
         start_rounds: at most so many rounds of mode finding before the first; 0 starts at zero.
+        init_loc_fn: a NumPyro initialisation strategy (``init_to_sample``, ``init_to_value(values=...)``) for the
+            globals' location; then no start is looked for. Where there are above 200 dimensions, and by default, it is
+            random and near zero.
         batch_size: rows of a silo that a step looks at, drawn anew each time (in long format: groups, with all their
             rows). Only their local parameters move. By default all.
         local, shared: names of sites or plates, where the automatic partition is to be overridden.
@@ -111,6 +115,7 @@ class SFVI(Method):
     num_particles: int = 1
     silo_optim: Any = None
     start_rounds: int = start.MAX_ROUNDS
+    init_loc_fn: Any = None
     batch_size: int | None = None
     local: Any = None
     shared: Any = None
@@ -130,7 +135,12 @@ class SFVI(Method):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
-        as_guide(self.guide)
+        guide = as_guide(self.guide)
+        if self.init_loc_fn is not None:
+            if not callable(self.init_loc_fn):
+                raise TypeError(f"init_loc_fn must be a function such as init_to_sample, got {self.init_loc_fn!r}")
+            if guide is not None and (not hasattr(guide, "global_cov") or guide.global_guide is not None):
+                raise ValueError(f"init_loc_fn= places a normal over the globals; give it to {guide!r} itself")
 
     @property
     def family(self) -> Any:
@@ -164,7 +174,9 @@ class SFVI(Method):
 
     def _can_start(self, split: SplitModel) -> bool:
         size = split.dim + sum(int(np.size(value)) for value in jax.tree.leaves(split.theta))
-        return self.start_rounds > 0 and 0 < size <= start.MAX_DIM and self.family.can_start
+        return (
+            self.init_loc_fn is None and self.start_rounds > 0 and 0 < size <= start.MAX_DIM and self.family.can_start
+        )
 
     def suits(self, prepared: Prepared, stack: Stack) -> bool:
         """Which term belongs to which row depends on the values of index arguments, not on shapes alone."""
@@ -249,6 +261,8 @@ class SFVI(Method):
 
         def init(key: Array) -> ServerState:
             params, base = guide.start_global(key, split)
+            if self.init_loc_fn is not None:
+                params |= {"loc": initial(split, self.init_loc_fn, key)}
             theta = jax.tree.map(jnp.zeros_like, split.theta)
             units = jax.tree.map(jnp.ones_like, split.theta)
             return ServerState(params, theta, base, (split.theta, units), optim.init((params, theta)))
