@@ -35,6 +35,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+from numpyro.infer import init_to_sample
 
 import numpyro_fed as nf
 from benchmarks import common
@@ -255,14 +256,15 @@ def main(args):
     for guide_name, (guide, steps) in guides(corpus, args).items():
         if guide_name.split()[0] not in args.guides:
             continue
-        settings = dict(guide=guide, optim=optim, batch_size=args.batch_size, importance_samples=1)
-        if guide_name == "per document":
-            settings["silo_optim"] = optax.adam(args.silo_step)
+        own = optax.adam(args.silo_step if guide_name == "per document" else args.encoder_step)
+        settings = dict(guide=guide, optim=optim, silo_optim=own, batch_size=args.batch_size, importance_samples=1)
+        settings["init_loc_fn"] = init_to_sample  # topics that start alike stay alike for long
         averaging = f"SFVI-Avg({args.local_steps:,})"
-        steps_alone = args.rounds * args.local_steps
+        num_rounds = args.rounds if guide_name == "per document" else args.amortised_rounds
+        steps_alone = num_rounds * args.local_steps
         runs = {
             "SFVI": (federated, nf.SFVI(model, **settings), steps),
-            averaging: (federated, nf.SFVIAvg(model, local_steps=args.local_steps, **settings), args.rounds),
+            averaging: (federated, nf.SFVIAvg(model, local_steps=args.local_steps, **settings), num_rounds),
             "Independent": (alone, nf.Independent(model, **settings), steps_alone),
         }
         for seed in range(args.seeds):
@@ -289,20 +291,22 @@ def parse(given=None):
     parser.add_argument("--num-hidden", type=int, default=100, help="hidden units of the encoder")
     parser.add_argument("--num-documents", type=int, default=0, help="only so many documents; 0: all")
     parser.add_argument("--num-words", type=int, default=2000, help="with --num-documents: the commonest words")
-    parser.add_argument("--steps", type=int, default=25_000, help="SFVI's rounds with a normal for each document")
-    parser.add_argument("--amortised-steps", type=int, default=8000, help="SFVI's rounds with an encoder")
-    parser.add_argument("--rounds", type=int, default=10, help="SFVI-Avg's rounds")
+    parser.add_argument("--steps", type=int, default=10_000, help="SFVI's rounds with a normal for each document")
+    parser.add_argument("--amortised-steps", type=int, default=6000, help="SFVI's rounds with an encoder")
+    parser.add_argument("--rounds", type=int, default=10, help="SFVI-Avg's rounds with a normal for each document")
+    parser.add_argument("--amortised-rounds", type=int, default=6, help="... and with an encoder")
     parser.add_argument("--local-steps", type=int, default=1000, help="SFVI-Avg's steps between two rounds")
     parser.add_argument("--batch-size", type=int, default=128, help="documents of a silo in a step")
-    parser.add_argument("--step", type=float, default=1e-2, help="Adam's step size")
+    parser.add_argument("--step", type=float, default=2e-2, help="Adam's step size")
     parser.add_argument("--silo-step", type=float, default=5e-2, help="... for the documents' own parameters")
+    parser.add_argument("--encoder-step", type=float, default=2e-3, help="... for the encoder's weights")
     parser.add_argument("--num-stages", type=int, default=10, help="points of a curve")
     parser.add_argument("--num-samples", type=int, default=4, help="draws for the bound of all documents")
     parser.add_argument("--out", default="out", help="folder for tables and figures")
     args = parser.parse_args(given)
     if args.quick:
         args.num_documents, args.num_words, args.num_topics, args.num_hidden, args.seeds = 300, 200, 5, 10, 1
-        args.steps, args.amortised_steps, args.rounds, args.local_steps = 40, 40, 2, 20
+        args.steps, args.amortised_steps, args.rounds, args.amortised_rounds, args.local_steps = 40, 40, 2, 2, 20
         args.batch_size, args.num_stages, args.num_samples = 20, 1, 2
     return args
 

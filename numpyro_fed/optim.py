@@ -37,6 +37,9 @@ def falling(peak: float, floor: float) -> optax.GradientTransformation:
 DEFAULT = optax.chain(optax.scale_by_adam(), falling(PEAK, FLOOR))
 """Adam whose step falls on a cosine from 0.02 to 0.0002 over the rounds of a run, in units of the start's sds."""
 
+ENCODER = optax.chain(optax.scale_by_adam(), falling(3e-3, 3e-5))
+"""For the weights of a network, which have no unit."""
+
 LINEAR = optax.chain(optax.clip(CLIP), falling(LINEAR_PEAK, LINEAR_PEAK / 100))
 """Plain gradient steps in units of the start's sds, where all curvatures are about one.
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from numpyro_fed import batches, start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
@@ -26,7 +27,7 @@ from numpyro_fed.guides import StructuredNormal, as_guide, local
 from numpyro_fed.guides.normal import GlobalBase
 from numpyro_fed.guides.traced import initial
 from numpyro_fed.methods.base import Method, Prepared
-from numpyro_fed.optim import check_optim, with_horizon
+from numpyro_fed.optim import DEFAULT, ENCODER, check_optim, with_horizon
 from numpyro_fed.padding import SiloData
 from numpyro_fed.rows import Components, aligned, find_components
 from numpyro_fed.split_model import SplitModel
@@ -96,7 +97,7 @@ class SFVI(Method):
             separable and 1 otherwise. The plain bound (1) underestimates variance parameters of random effects; more
             draws bring the posterior closer to NUTS, at K times a step's cost.
         num_particles: draws of z_G averaged in a round.
-        silo_optim: the silos' own optimiser.
+        silo_optim: the silos' own optimiser, and that of an encoder's weights.
         start_rounds: at most so many rounds of mode finding before the first; 0 starts at zero.
         init_loc_fn: a NumPyro initialisation strategy (``init_to_sample``, ``init_to_value(values=...)``) for the
             globals' location; then no start is looked for. Where there are above 200 dimensions, and by default, it is
@@ -328,8 +329,17 @@ class SFVI(Method):
 
         return Parts(init, init_silo, draws, sent_at, silo_step, update)
 
-    def _optim(self, split: SplitModel) -> Any:
-        return check_optim(self.optim)
+    def _optim(self, split: SplitModel, default: Any = DEFAULT) -> Any:
+        """The server's optimiser; an encoder's weights belong to the locals' guide, though the server holds them."""
+        optim, names = default if self.optim is None else check_optim(self.optim), self.family.shared_params
+        if not names:
+            return optim
+        given = self.optim if self.silo_optim is None else self.silo_optim
+        kind = lambda name, tree: jax.tree.map(lambda _: "local" if name in names else "global", tree)
+        kinds = lambda tree: ({name: kind(name, own) for name, own in tree[0].items()}, kind("theta", tree[1]))
+        return optax.multi_transform(
+            {"global": optim, "local": ENCODER if given is None else check_optim(given)}, kinds
+        )
 
     def _silo_optim(self, split: SplitModel) -> RowOptim:
         optim = check_optim(self.optim if self.silo_optim is None else self.silo_optim)

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from numpyro_fed import start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
@@ -38,7 +37,7 @@ from numpyro_fed.guides import Amortised, StructuredNormal
 from numpyro_fed.guides.normal import GlobalBase
 from numpyro_fed.methods.base import Prepared
 from numpyro_fed.methods.sfvi import SFVI, ServerState, SiloState
-from numpyro_fed.optim import DEFAULT, LINEAR, check_optim, with_horizon
+from numpyro_fed.optim import DEFAULT, LINEAR, with_horizon
 from numpyro_fed.padding import SiloData
 from numpyro_fed.split_model import SplitModel
 
@@ -209,19 +208,9 @@ class SFVIAvg(SFVI):
 
         return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
 
-    def _optim(self, split: SplitModel) -> Any:
-        """Linear where the start gives every direction its unit; an encoder's weights have none."""
-        if self.optim is not None or not self._can_start(split):
-            return check_optim(self.optim)
-        names = self.family.shared_params
-        kinds = lambda tree: (
-            {
-                name: jax.tree.map(lambda _, n=name: "adam" if n in names else "linear", v)
-                for name, v in tree[0].items()
-            },
-            jax.tree.map(lambda _: "linear", tree[1]),
-        )
-        return optax.multi_transform({"linear": LINEAR, "adam": DEFAULT}, kinds) if names else LINEAR
+    def _optim(self, split: SplitModel, default: Any = DEFAULT) -> Any:
+        """Linear where the start gives every direction its unit."""
+        return super()._optim(split, LINEAR if self._can_start(split) else default)
 
     # --- states -----------------------------------------------------------------------------------------------------
 
