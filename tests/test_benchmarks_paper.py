@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import numpyro_fed as nf
-from benchmarks import common, mnist, prodlda
+from benchmarks import common, mnist, prodlda, six_cities_avg
 
 
 def images(seed, number):
@@ -140,3 +140,9 @@ def test_prodlda_finds_topics_that_are_there():
     )
     thirds = prodlda.top_words(prodlda.mean_topics(fit)) // 20
     assert sorted(thirds[:, 0]) == [0, 1, 2] and np.mean(thirds == thirds[:, :1]) > 0.9
+
+
+def test_six_cities_runs_from_data_to_figure(tmp_path):
+    lines = six_cities_avg.main(six_cities_avg.parse(["--quick", "--out", str(tmp_path)]))
+    assert len(lines) == 5
+    assert {path.name for path in tmp_path.iterdir()} == {"six_cities_avg.md", "six_cities_avg.png"}

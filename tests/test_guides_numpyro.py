@@ -338,9 +338,7 @@ def test_bad_encoders():
         run(guide=Amortised(nnx.Linear(3, 2, rngs=nnx.Rngs(0))))
     with pytest.raises(TypeError, match=r"has state besides its weights \(BatchStat\)"):
         Amortised(Normed(nnx.Rngs(0)))
-    with pytest.raises(
-        TypeError, match=r"encoder is the class Linear: make it, as in Linear\(..., rngs="
-    ):
+    with pytest.raises(TypeError, match=r"encoder is the class Linear: make it, as in Linear\(..., rngs="):
         Amortised(nnx.Linear)
     with pytest.raises(TypeError, match=r"pass the class, global_guide=AutoNormal"):
         StructuredNormal(global_guide=AutoNormal(groups))
