@@ -100,7 +100,7 @@ class GlobalNormal:
         if d > FULL_LIMIT and self.global_cov == "full":
             raise ValueError(
                 f"a full covariance over {d} global dimensions takes {4 * d**2 * 4 / 1e9:.1f} GB with its optimiser: "
-                f'pass guide=nf.guides.{type(self).__name__}(global_cov="low_rank") or "diagonal"'
+                'pass guide=nf.guides.StructuredNormal(global_cov="low_rank") or "diagonal"'
             )
         if found is not None:
             return self.init_global(found.loc, found.chol, found.sd)

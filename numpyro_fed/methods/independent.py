@@ -57,7 +57,7 @@ def alone(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
         silo_step=silo_step,
         aggregate=lambda messages, cohort: messages,
         server_step=server_step,
-    )
+    ).traced_once()
 
 
 class Fits(Mapping[str, Fit]):
