@@ -20,6 +20,7 @@ from numpyro_fed.engines.base import Stack
 from numpyro_fed.padding import SiloData
 from numpyro_fed.rows import Components
 from numpyro_fed.split_model import SplitModel
+from numpyro_fed.tracing import UNOPTIMISED
 
 Array = Any
 
@@ -41,6 +42,7 @@ class Taken(NamedTuple):
     batch: Batch
     place: Array | None  # (size,) local rows in the batch; the number of rows where there is none
     moved: dict[str, Array] | None  # long format: {group: bool (rows,)}
+    where: Array  # bool: which elements of the axis are in the batch
 
 
 def draw(key: Array, total: Array, size: int) -> Array:
@@ -122,6 +124,44 @@ def _row_component(split: SplitModel, unit: str, found: Components) -> Array:
     raise AssertionError("observations lie along the axis")
 
 
+def certify(split: SplitModel, stack: Stack, batching: Batching, found: list[Components] | None, seed: int = 0) -> None:
+    """Check on a real silo that rows have the same log densities in a minibatch as among all rows.
+
+    Raises:
+        ValueError: where a row looks at others, as a difference in time or a mean over rows does.
+    """
+    name = max(stack.names, key=lambda name: int(np.sum(stack.data(name).mask[batching.axis])))
+    data, (b, position) = stack.data(name), stack.place(name)
+    own = None if found is None else jax.tree.map(lambda leaf: jnp.asarray(leaf[position]), found[b])
+    draws = np.random.default_rng(seed)
+    dtype = jnp.zeros(()).dtype
+    z = jnp.asarray(draws.normal(scale=0.3, size=split.dim), dtype)
+    rows = {
+        g.name: jnp.asarray(draws.normal(scale=0.3, size=(g.num_rows(data.mask), g.size)), dtype) for g in split.groups
+    }
+    drawn = tuple(group.name for group in split.groups if group.axes)
+
+    def both(data: SiloData, key: Array) -> tuple[dict, dict]:
+        taken = take(split, batching, key, data, own)
+        whole = split.evaluate(z, rows, split.theta, data).terms
+        part = split.evaluate(z, gather(rows, taken, drawn), split.theta, taken.data).terms
+        sums = {}
+        for site, term in whole.items():
+            dims = [dim for axis, dim in split.partition[site].axes if axis == batching.axis]
+            if dims:
+                chosen = taken.where if term.shape[dims[0]] == taken.where.shape[0] else taken.where[:: batching.rows]
+                sums[site] = jnp.sum(jnp.where(chosen.reshape(-1, *(1,) * (-dims[0] - 1)), term, 0.0))
+        return sums, {site: jnp.sum(part[site]) for site in sums}
+
+    whole, part = jax.jit(both, compiler_options=UNOPTIMISED)(data, jax.random.key(seed))
+    for site in whole:
+        if not np.isclose(whole[site], part[site], rtol=1e-3, atol=1e-3):
+            raise ValueError(
+                f"batch_size=: the log densities of site {site!r} in some rows of silo {name!r} change when other rows "
+                "are left out (a difference between rows, a mean over them). Leave batch_size= out."
+            )
+
+
 def take(split: SplitModel, batching: Batching, key: Array, data: SiloData, found: Components | None) -> Taken:
     """A random minibatch of one silo."""
     if batching.limit:
@@ -142,7 +182,13 @@ def take_rows(
     factor = total / jnp.sum(inside)
     count = data.mask[batching.axis].shape[-1] // batching.rows
     place = jnp.where(inside, chosen, count)
-    return Taken(_gathered(split, batching.axis, data, element, real), found, Batch(batching.axis, factor), place, None)
+    where = (
+        jnp.zeros(data.mask[batching.axis].shape, bool)
+        .at[jnp.where(real, element, data.mask[batching.axis].shape[-1])]
+        .set(True, mode="drop")
+    )
+    rows = _gathered(split, batching.axis, data, element, real)
+    return Taken(rows, found, Batch(batching.axis, factor), place, None, where)
 
 
 def _gathered(split: SplitModel, axis: str, data: SiloData, element: Array, real: Array) -> SiloData:
@@ -183,7 +229,8 @@ def take_groups(
     factor = total / jnp.maximum(jnp.sum(chosen), 1)
     moved = {group: jnp.append(chosen, False)[rows] for group, rows in found.rows.items()}
     batch = Batch(batching.axis, factor, chosen)
-    return Taken(_gathered(split, batching.axis, data, element, real), found._replace(terms=terms), batch, None, moved)
+    rows = _gathered(split, batching.axis, data, element, real)
+    return Taken(rows, found._replace(terms=terms), batch, None, moved, wanted)
 
 
 # --- local parameters of the rows in a batch ------------------------------------------------------------------------

@@ -223,3 +223,18 @@ def test_bad_batches():
         nf.SFVI(with_silo, local=["site"], importance_samples=5, guide=nf.guides.StructuredNormal(), batch_size=2).run(
             jax.random.key(0), nf.Silos([dict(x=np.ones(3, "f"), y=np.ones(3, int))] * 1), 2, progress_bar=False
         )
+
+
+def test_rows_that_look_at_others_are_refused():
+    """A random walk: without its neighbours a row has another density."""
+
+    def walk(y):
+        step = numpyro.sample("step", dist.HalfNormal(1.0))
+        with numpyro.plate("times", y.shape[0]):
+            before = jnp.concatenate([jnp.zeros(1), y[:-1]])
+            numpyro.sample("y", dist.Normal(before, step), obs=y)
+
+    silos = nf.Silos([dict(y=np.cumsum(np.ones(6, "f"))), dict(y=np.arange(6, dtype="f"))])
+    nf.SFVI(walk).run(jax.random.key(0), silos, 2, progress_bar=False)
+    with pytest.raises(ValueError, match=r"batch_size=: the log densities of site 'y'.*change when other rows"):
+        nf.SFVI(walk, batch_size=2).run(jax.random.key(0), silos, 2, progress_bar=False)

@@ -204,7 +204,9 @@ class SFVI(Method):
                 f"batch_size= with importance_samples={weighting.num} needs local rows that can be weighted one by "
                 "one, and here they meet: pass importance_samples=1"
             )
-        return weighting, batches.plan(split, stack, weighting, self.batch_size, found)
+        batching = batches.plan(split, stack, weighting, self.batch_size, found)
+        batches.certify(split, stack, batching, found)
+        return weighting, batching
 
     def _weighting(self, split: SplitModel, stack: Stack, found: list[Components]) -> Weighting:
         everywhere_aligned = True
