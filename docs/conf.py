@@ -4,6 +4,7 @@ project = "numpyro_fed"
 author = "the numpyro_fed authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
 myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
 html_theme = "furo"
 exclude_patterns = ["_build"]
 autodoc_typehints = "none"

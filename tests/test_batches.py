@@ -12,8 +12,9 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed import batches
 from numpyro_fed.bound import Weighting, silo_bound
+from numpyro_fed.engines.base import Stack
 from numpyro_fed.guides import StructuredNormal
-from numpyro_fed.padding import silo_data
+from numpyro_fed.padding import Bucket, silo_data
 from numpyro_fed.rows import find_components
 from numpyro_fed.split_model import split_model
 
@@ -100,9 +101,6 @@ def test_mean_over_all_minibatches_is_the_whole_silo(x64, case):
     if split.groups:
         found = find_components(split, jax.random.key(5), data, z, split.theta)
     eps = {g.name: jnp.asarray(noise.normal(size=(num, g.num_rows(data.mask), g.size))) for g in split.groups}
-    from numpyro_fed.engines.base import Stack
-    from numpyro_fed.padding import Bucket
-
     add = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
     stack = Stack(("0",), (Bucket(("0",), add(data.args), add(data.mask)),), data.shared)
     plan = batches.plan(split, stack, weighting, 2, None if found is None else [add(found)])
@@ -129,16 +127,15 @@ def test_mean_over_all_minibatches_is_the_whole_silo(x64, case):
 
     if plan.limit:
         heads = np.unique(np.asarray(found.rows["groups"])[: silos["0"]["num_groups"]])
-        choices = [np.isin(np.arange(found.rows["groups"].shape[0]), some) for some in itertools.combinations(heads, 2)]
-        taken = [batches.take_groups(split, plan, data, found, jnp.asarray(c), len(heads)) for c in choices]
+        number, pairs = found.rows["groups"].shape[0], itertools.combinations(heads, 2)
+        choices = np.array([np.isin(np.arange(number), some) for some in pairs])
+        take = lambda choice: batches.take_groups(split, plan, data, found, choice, len(heads))
     else:
         total = silos["0"]["y"].shape[0] // plan.rows
-        taken = [
-            batches.take_rows(split, plan, data, found, jnp.array(some), jnp.array(total))
-            for some in itertools.combinations(range(total), 2)
-        ]
-    whole, parts = bound(), [bound(one) for one in taken]
-    mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *parts)
+        choices = np.array(list(itertools.combinations(range(total), 2)))
+        take = lambda choice: batches.take_rows(split, plan, data, found, choice, jnp.array(total))
+    whole = jax.jit(bound)()
+    mean = jax.tree.map(lambda leaf: leaf.mean(axis=0), jax.jit(jax.vmap(lambda c: bound(take(c))))(choices))
     for field in ("value", "z", "aid", "theta", "params"):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), *(
             getattr(v, field) for v in (mean, whole)))  # fmt: skip
