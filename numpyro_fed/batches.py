@@ -124,15 +124,20 @@ def _row_component(split: SplitModel, unit: str, found: Components) -> Array:
     raise AssertionError("observations lie along the axis")
 
 
-def certify(split: SplitModel, stack: Stack, batching: Batching, found: list[Components] | None, seed: int = 0) -> None:
+def certify(split: SplitModel, stack: Stack, batching: Batching, find: Any, seed: int = 0) -> None:
     """Check on a real silo that rows have the same log densities in a minibatch as among all rows.
+
+    ``find`` gives the components of a bucket's silos, which long format needs.
 
     Raises:
         ValueError: where a row looks at others, as a difference in time or a mean over rows does.
     """
     name = max(stack.names, key=lambda name: int(np.sum(stack.data(name).mask[batching.axis])))
     data, (b, position) = stack.data(name), stack.place(name)
-    own = None if found is None else jax.tree.map(lambda leaf: jnp.asarray(leaf[position]), found[b])
+    own = None
+    if batching.limit:
+        bucket = stack.buckets[b]
+        own = jax.tree.map(lambda leaf: leaf[position], find(bucket.args, bucket.mask, stack.shared))
     draws = np.random.default_rng(seed)
     dtype = jnp.zeros(()).dtype
     z = jnp.asarray(draws.normal(scale=0.3, size=split.dim), dtype)

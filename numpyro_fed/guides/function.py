@@ -59,10 +59,8 @@ class AutoInstance:
 
     guide: AutoGuide
 
-    local_cov = "block"
-    local_params = True
-    can_start = True
-    needs_data = False
+    local_cov, local_params, can_start, needs_data, arbitrary = "block", True, True, False, False
+    shared_params = ()
 
     def __repr__(self) -> str:
         return type(self.guide).__name__
@@ -95,12 +93,8 @@ class GuideFunction:
 
     function: Callable
 
-    local_cov = "block"
-    local_params = True
-    can_start = False
-    needs_data = True
-    arbitrary = True
-    shared_params: tuple[str, ...] = ()
+    local_cov, local_params, can_start, needs_data, arbitrary = "block", True, False, True, True
+    shared_params = ()
 
     def __repr__(self) -> str:
         return getattr(self.function, "__name__", type(self.function).__name__)

@@ -165,6 +165,8 @@ class SFVI(Method):
             guide.take_rows(None, None)  # says why not
         find = _finder(split)
         weighting, batching = self._rows(split, stack, find)
+        if batching is not None:
+            batches.certify(split, stack, batching, find)
         mode = start.newton_start(split) if self._can_start(split) else None
         notes = {"weighting": weighting, "batching": batching, "find": find}
         return Prepared(split, self.algorithm(split, weighting, batching), mode, notes)
@@ -204,9 +206,7 @@ class SFVI(Method):
                 f"batch_size= with importance_samples={weighting.num} needs local rows that can be weighted one by "
                 "one, and here they meet: pass importance_samples=1"
             )
-        batching = batches.plan(split, stack, weighting, self.batch_size, found)
-        batches.certify(split, stack, batching, found)
-        return weighting, batching
+        return weighting, batches.plan(split, stack, weighting, self.batch_size, found)
 
     def _weighting(self, split: SplitModel, stack: Stack, found: list[Components]) -> Weighting:
         everywhere_aligned = True
