@@ -163,7 +163,19 @@ class Fit:
         new = from_arguments(kwargs, self.split.spec, lengths)
         state, _ = self.state.silo(self.state.names[0])  # an encoder has no parameters in the silos
         draws, local = self._local_draws(keys, np.uint32(digest(predict.NEW)), self.state.server, state, new.mask, new)
+        if not units.complete(self, data):  # discrete sites are drawn given all of a unit's data
+            unseen = {*self.split.partition.enumerated_sites, *self.split.enumeration.drawn}
+            local = {name: value for name, value in local.items() if name not in unseen}
         return {**draws, **local}
+
+    def _stack(self) -> Stack:
+        """All silos' data, padded and ordered as the states are."""
+        buckets = []
+        for names, padded in zip(self.state.buckets, self.padded, strict=True):
+            each = [silo_data(self.any_silos, n, self.split.spec, self.split.partition.axes, padded) for n in names]
+            args, mask = jax.tree.map(lambda *rows: jnp.stack(rows), *[(one.args, one.mask) for one in each])
+            buckets.append(Bucket(names, args, mask))
+        return Stack(self.state.names, tuple(buckets), self.split.shared)
 
     def _data(self, silo: str) -> tuple[dict[str, Array], SiloData]:
         """The mask with which the silo was padded in the run, and its data: padded, or not where that could be seen.
@@ -271,19 +283,12 @@ class Fit:
         self.need_silos("the bound")
         assert self.silos is not None
         keys = _keys(jax.random.key(0) if rng_key is None else rng_key, num_samples)
-        prepared, stack = self.method.ready(self.silos)
+        stack = self._stack()
+        weighting = self.method.weighting(self.split, stack)
         arrays = tuple((bucket.args, bucket.mask) for bucket in stack.buckets)
-        bucket_names = tuple(bucket.names for bucket in stack.buckets)
-        values = _bounds(
-            self.method,
-            _ById(prepared),
-            bucket_names,
-            keys,
-            self.state.server,
-            self.state.arranged(stack),
-            arrays,
-            stack.shared,
-        )
+        states = self.state.server, self.state.silos
+        static = self.method, _ById(self.split), weighting, self.state.buckets
+        values = _bounds(*static, keys, *states, arrays, stack.shared)
         return float(jnp.mean(values))
 
     # --- what it says -------------------------------------------------------------------------------------------------
@@ -352,7 +357,7 @@ def _keys(rng_key: Any, num_samples: Any) -> Array:
 
 
 class _ById(NamedTuple):
-    """A value that is the same program's when it is the same object: what a method prepared is kept by it."""
+    """A value that is the same program's when it is the same object."""
 
     value: Any
 
@@ -363,10 +368,18 @@ class _ById(NamedTuple):
         return isinstance(other, _ById) and self.value is other.value
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=forward.ONCE)
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), compiler_options=forward.ONCE)
 def _bounds(
-    method: Any, prepared: _ById, names: tuple, keys: Array, server: Any, states: tuple, arrays: tuple, shared: tuple
+    method: Any,
+    split: _ById,
+    weighting: Any,
+    names: tuple,
+    keys: Array,
+    server: Any,
+    states: tuple,
+    arrays: tuple,
+    shared: tuple,
 ) -> Array:
     buckets = tuple(Bucket(own, *found) for own, found in zip(names, arrays, strict=True))
     stack = Stack(sum(names, ()), buckets, shared)
-    return jax.lax.map(lambda key: method.elbo(prepared.value, stack, server, states, key), keys)
+    return jax.lax.map(lambda key: method.elbo(split.value, weighting, stack, server, states, key), keys)

@@ -18,7 +18,7 @@ from numpyro_fed.forward import call_of, unit_axes
 from numpyro_fed.padding import from_arguments, silo_data
 from numpyro_fed.split_model import SplitModel
 from numpyro_fed.tracing import digest
-from numpyro_fed.units import encodes, new_arguments
+from numpyro_fed.units import complete, encodes, new_arguments
 
 if TYPE_CHECKING:
     from numpyro_fed.fit import Fit
@@ -48,6 +48,8 @@ def predict(fit: "Fit", keys: Array, data: Mapping[str, Any] | None, silo: str |
     if encodes(fit, data):  # new units have told of themselves
         state, _ = fit.state.silo(fit.state.names[0])  # an encoder has no parameters in the silos
         units, held, lengths = from_arguments(kwargs, split.spec, new), split.partition.local_sites, new
+        if complete(fit, data):
+            held = (*held, *split.partition.enumerated_sites)
     elif held and (fit.reads_data or set(held) & set(split.partition.enumerated_sites)):
         fit.need_silos(f"predictions in {silo!r}, whose latents are read off its data,")
         units = silo_data(fit.any_silos, str(silo), split.spec, split.partition.axes)

@@ -31,6 +31,7 @@ MAX_ROUNDS = 30
 MAX_DIM = 200  # above this a dense Hessian costs more than it gives
 DRAWS = 8  # of the locals, antithetic
 LOCAL_STEPS = 4
+JITTER = 0.1  # of the first point: components of a mixture that begin alike would stay alike
 SLACK = 5.0  # units of log density
 ENTROPY = 0.5 * (1 + float(np.log(2 * np.pi)))  # of a standard normal
 CONVERGED = 0.05  # expected gain of the next step, in log density: a third of a posterior sd
@@ -70,7 +71,7 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
         return x[:d], unravel_theta(x[d:])
 
     def init(key: Array) -> ServerState:
-        x = jnp.concatenate([jnp.zeros(d), theta_flat])
+        x = jnp.concatenate([JITTER * jax.random.normal(key, (d,)), theta_flat])
         zero, eye = jnp.zeros(size), jnp.eye(size)
         return ServerState(x, x, jnp.array(-jnp.inf), eye, zero, jnp.array(1e-3), jnp.array(jnp.inf))
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from numpyro_fed.arguments import arguments
 
 if TYPE_CHECKING:
@@ -20,6 +22,12 @@ def encodes(fit: "Fit", data: Mapping[str, Any]) -> bool:
     """Whether the latents of these new units can be read off their data."""
     names = {path.split("[")[0].split(".")[0] for path in inputs(fit)}
     return bool(names) and all(data.get(name) is not None for name in names)
+
+
+def complete(fit: "Fit", data: Mapping[str, Any]) -> bool:
+    """Whether nothing is left out, so that discrete latents can be read off the data, too."""
+    own = jax.tree.unflatten(fit.split.spec.own_structure, fit.split.spec.own)
+    return all(data.get(name) is not None for name in own)
 
 
 def new_arguments(fit: "Fit", data: Mapping[str, Any], silo: str | None) -> tuple[dict[str, Any], dict[str, int]]:

@@ -19,6 +19,7 @@ from numpyro_fed.guides.local import Conditional
 from numpyro_fed.guides.normal import GlobalNormal, check_global
 from numpyro_fed.padding import SiloData
 from numpyro_fed.split_model import Group, SplitModel
+from numpyro_fed.tracing import provenance
 
 Array = Any
 LOG_SCALE_RANGE = 5.0  # log-scales saturate here: a network that has not learned yet may say anything
@@ -67,14 +68,12 @@ def _from_nnx(module: Any) -> Encoder:
 
     graph, *states = nnx.split(module, nnx.Param, ...)
     params, rest = states
-    others = sorted(
-        {type(leaf).__name__ for leaf in jax.tree.leaves(rest, is_leaf=lambda v: isinstance(v, nnx.Variable))}
-    )
-    kinds = [kind for kind in others if not kind.startswith("Rng")]
-    if kinds:
+    is_variable = lambda value: isinstance(value, nnx.Variable)
+    others = sorted({type(leaf).__name__ for leaf in jax.tree.leaves(rest, is_leaf=is_variable)})
+    if others:
         raise TypeError(
-            f"the encoder has state besides its weights ({', '.join(kinds)}), as BatchNorm does: it would change with "
-            "the data of one silo. Use layers without state (nnx.LayerNorm)."
+            f"the encoder has state besides its weights ({', '.join(others)}), as BatchNorm and Dropout do: it would "
+            "change with the data of one silo. Use layers without state (nnx.LayerNorm)."
         )
     start = nnx.to_pure_dict(params)
 
@@ -94,7 +93,8 @@ class Amortised(GlobalNormal):
         encoder: a flax nnx module, or a pair ``(init(key, x), apply(weights, x))``. It gets one row's data as a vector
             and returns 2k numbers, the means and log-scales of the row's k local latents (unconstrained).
         inputs: names of the arguments that make up a row's vector (one after another, flattened), or a function of the
-            dict of a row's arguments that gives it. By default all arguments that have a row for each unit.
+            dict of a row's arguments that gives it. By default all arguments that have a row for each unit, in
+            alphabetical order.
         use_globals: z_G is appended to the encoder's input.
         global_cov, rank, global_guide: as in :class:`~numpyro_fed.guides.StructuredNormal`.
 
@@ -199,7 +199,13 @@ class Amortised(GlobalNormal):
     def argument_names(self, split: SplitModel) -> tuple[str, ...]:
         """Paths of the arguments that the encoder may read."""
         found = self._arguments(split)
-        return tuple(found if self.inputs is None or callable(self.inputs) else self.inputs)
+        if self.inputs is None or not callable(self.inputs):
+            return tuple(self.inputs or found)
+        rows = {
+            leaf.path: jnp.zeros((leaf.shape or ())[1:], leaf.dtype) for leaf in split.spec.own if leaf.path in found
+        }
+        used = provenance(lambda **row: {"x": self.inputs(row)}, rows)["x"]
+        return tuple(name for name in found if name in used)
 
     def _row_size(self, split: SplitModel) -> int:
         data = split.spec.dummy()._replace(shared=split.shared)

@@ -237,6 +237,11 @@ def _check_sites(split: SplitModel, drawn: dict[str, Any]) -> None:
             f"has {', '.join(drawn) or 'no sample sites'}."
         )
     extra = [name for name in drawn if name not in wanted]
+    summed = [name for name in extra if name in part.enumerated_sites]
+    if summed:
+        raise ValueError(
+            f"the guide samples {summed[0]!r}, which is discrete and summed out: leave it out of the guide"
+        )
     if extra:
         raise ValueError(f"the guide samples {extra[0]!r}, which is no latent site of the model ({', '.join(wanted)})")
 

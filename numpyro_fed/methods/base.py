@@ -97,8 +97,8 @@ class Method:
         """How much work a round is: so many steps of an optimiser."""
         return 1
 
-    def with_rounds(self, server: Any, silos: tuple, num_rounds: int) -> tuple[Any, tuple]:
-        """States whose step sizes suit a run of ``num_rounds``."""
+    def with_rounds(self, server: Any, silos: tuple, num_rounds: int, share: float = 1.0) -> tuple[Any, tuple]:
+        """States whose step sizes suit a run of ``num_rounds``, of which a silo takes part in a ``share``."""
         return server, silos
 
     # --- run --------------------------------------------------------------------------------------------------------
@@ -155,11 +155,12 @@ class Method:
         if num_rounds is not None and not counted:
             raise ValueError(f"num_rounds must be an int of at least 1, got {num_rounds!r}")
         schedule = as_schedule(schedule)
-        schedule.cohorts(jax.random.key(0), silos.names, 0, 1)  # a schedule that does not fit the silos says so now
+        cohort = schedule.cohorts(jax.random.key(0), silos.names, 0, 1)  # one that does not fit the silos says so now
         began = time.perf_counter()
         prepared, stacked = self.ready(silos)
         num_rounds = self.default_rounds(prepared) if num_rounds is None else int(num_rounds)
         runner = _Runner(self, prepared, stacked, engine or Vmap(), key, silos, began, progress_bar)
+        runner.share = 1.0 if cohort is None else cohort.shape[1] / silos.num_silos
         if init_state is None:
             server, states = runner.begin(num_rounds)
             first = 0
@@ -177,8 +178,9 @@ def _check_shapes(got: Any, expected: Any, problem: str) -> None:
             raise ValueError(f"{problem} (an array of shape {a.shape} where {b.shape} is needed)")
 
 
-def _is_float(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+def _finite(tree: Any) -> bool:
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return all(bool(np.all(np.isfinite(leaf))) for leaf in floats)
 
 
 def _stack(split: SplitModel, silos: Silos) -> Stack:
@@ -220,13 +222,14 @@ class _Runner:
         self.method, self.prepared, self.stack, self.engine, self.key = method, prepared, stacked, engine, key
         self.silos, self.began, self.bar = silos, began, bar
         self.history: list[dict[str, np.ndarray]] = []
+        self.share = 1.0  # of the rounds in which a silo takes part
 
     def begin(self, num_rounds: int) -> tuple[Any, tuple]:
         found = self._find_mode()
         server, states = self.engine.start(self.prepared.algorithm, self.key, self.stack)
         if found is not None:
             server, states = self.method.adopt(self.prepared.split, server, states, found)
-        return self.method.with_rounds(server, states, num_rounds)
+        return self.method.with_rounds(server, states, num_rounds, self.share)
 
     def _find_mode(self) -> Any:
         algorithm = self.prepared.mode
@@ -281,7 +284,7 @@ class _Runner:
             fresh, silos = self.engine.start(self.prepared.algorithm, self.key, self.stack)
             self._check_start(found, split)
             server, states = self.method.adopt(split, fresh, silos, found)
-            return (*self.method.with_rounds(server, states, num_rounds), 0)
+            return (*self.method.with_rounds(server, states, num_rounds, self.share), 0)
         if given.method != type(self.method).__name__:
             raise ValueError(
                 f"init_state is of {given.method}, this is {type(self.method).__name__}: pass the Fit itself to start "
@@ -290,7 +293,7 @@ class _Runner:
         shapes = jax.eval_shape(lambda: self.engine.start(self.prepared.algorithm, self.key, self.stack))
         hint = "init_state was made with other settings or data; pass the Fit itself to start from it"
         _check_shapes((given.server, states), shapes, hint)
-        return (*self.method.with_rounds(given.server, states, num_rounds), given.round)
+        return (*self.method.with_rounds(given.server, states, num_rounds, self.share), given.round)
 
     def _check_start(self, found: start.Found, split: SplitModel) -> None:
         """A fit of another model or of other data is no start for this one."""
@@ -316,6 +319,8 @@ class _Runner:
                         algorithm, self.key, self.stack, server, states, first + done, cohorts, count
                     )
                     bad = np.flatnonzero(~np.isfinite(info["loss"]))
+                    if not bad.size and not _finite(server):  # a loss can be that of the round's beginning
+                        bad = np.array([count])
                     if bad.size:
                         self._stop_at_last_good(algorithm, good, first + done, cohorts, int(bad[0]), sent)
                     self._record(info, count, len(names) if cohorts is None else cohorts.shape[1], sent)
@@ -332,11 +337,11 @@ class _Runner:
         """Run the chunk again up to the round whose message was not finite; a gradient can be so before the loss is."""
         for count in range(bad, -1, -1):
             server, states, info = self.engine.rounds(algorithm, self.key, self.stack, *good, first, cohorts, count)
-            if all(bool(np.all(np.isfinite(leaf))) for leaf in jax.tree.leaves((server, states)) if _is_float(leaf)):
+            if _finite((server, states)):
                 break
         if count:
             self._record(info, count, len(self.stack.names) if cohorts is None else cohorts.shape[1], sent)
-        members = None if cohorts is None else cohorts[count]
+        members = None if cohorts is None or count >= len(cohorts) else cohorts[count]
         self._raise_non_finite(algorithm, self.key, server, states, first + count, members)
 
     def _fit(self, server: Any, states: tuple, last: int) -> Fit:

@@ -16,7 +16,7 @@ from numpyro_fed import start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.engines.base import Stack
 from numpyro_fed.fit import Fit, State
-from numpyro_fed.methods.base import Prepared
+from numpyro_fed.methods.base import NonFiniteError, Prepared
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.silos import Silos
 from numpyro_fed.split_model import SplitModel
@@ -121,7 +121,7 @@ class Independent(SFVI):
             out.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *adopted))
         return server, tuple(out)
 
-    def with_rounds(self, server: Any, silos: tuple, num_rounds: int) -> tuple[Any, tuple]:
+    def with_rounds(self, server: Any, silos: tuple, num_rounds: int, share: float = 1.0) -> tuple[Any, tuple]:
         out = []
         for states in silos:
             own, (silo,) = super().with_rounds(states.server, (states.silo,), num_rounds)
@@ -137,7 +137,14 @@ class Independent(SFVI):
             raise ValueError("Independent takes no init_state: silos that start from a common fit are not independent")
         if options.get("schedule") is not None:
             raise ValueError("Independent takes no schedule: every silo works by itself")
-        fit = super().run(rng_key, silos, num_rounds, **options)
+        try:
+            return self._each(super().run(rng_key, silos, num_rounds, **options))
+        except NonFiniteError as error:
+            if error.fit is not None:
+                error.fit = self._each(error.fit)
+            raise
+
+    def _each(self, fit: Fit) -> Fits:
         return Fits({name: self._one(fit, name) for name in fit.state.names})
 
     def _one(self, fit: Fit, name: str) -> Fit:
@@ -145,9 +152,10 @@ class Independent(SFVI):
         method = SFVI(**{field.name: getattr(self, field.name) for field in fields(SFVI)})
         local = jax.tree.map(lambda leaf: leaf[None], state.silo)
         at = fit.state.names.index(name)
-        loss = fit.history["loss_by_silo"][:, at]
+        loss = fit.history["loss_by_silo"][:, at] if fit.history else np.zeros(0)
         nothing = np.zeros(len(loss), int)
-        history = {"loss": loss, "bytes_up": nothing, "bytes_down": nothing, "start": fit.history["start"]}
+        started = fit.history["start"] if fit.history else np.zeros(0, bool)
+        history = {"loss": loss, "bytes_up": nothing, "bytes_down": nothing, "start": started}
         only = State("SFVI", (name,), ((name,),), state.server, (local,), fit.state.round)
         silos = None if fit.silos is None else fit.silos.only(name)
         return replace(fit, method=method, state=only, history=history, padded=(fit.padded[bucket],), silos=silos)

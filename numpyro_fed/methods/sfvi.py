@@ -98,10 +98,10 @@ class SFVI(Method):
             draws bring the posterior closer to NUTS, at K times a step's cost.
         num_particles: draws of z_G averaged in a round.
         silo_optim: the silos' own optimiser, and that of an encoder's weights.
-        start_rounds: at most so many rounds of mode finding before the first; 0 starts at zero.
+        start_rounds: at most so many rounds of mode finding before the first. With 0, and above 200 dimensions, the
+            globals' location is random and near zero.
         init_loc_fn: a NumPyro initialisation strategy (``init_to_sample``, ``init_to_value(values=...)``) for the
-            globals' location; then no start is looked for. Where there are above 200 dimensions, and by default, it is
-            random and near zero.
+            globals' location in place of mode finding.
         batch_size: rows of a silo that a step looks at, drawn anew each time (in long format: groups, with all their
             rows). Only their local parameters move. By default all.
         local, shared: names of sites or plates, where the automatic partition is to be overridden.
@@ -141,7 +141,10 @@ class SFVI(Method):
             if not callable(self.init_loc_fn):
                 raise TypeError(f"init_loc_fn must be a function such as init_to_sample, got {self.init_loc_fn!r}")
             if guide is not None and (not hasattr(guide, "global_cov") or guide.global_guide is not None):
-                raise ValueError(f"init_loc_fn= places a normal over the globals; give it to {guide!r} itself")
+                raise ValueError(
+                    f"init_loc_fn= places a normal over the globals, and {guide!r} is another guide: set its start "
+                    "where it is made (AutoNormal(model, init_loc_fn=...), or the values of its numpyro.param)"
+                )
 
     @property
     def family(self) -> Any:
@@ -346,7 +349,7 @@ class SFVI(Method):
     def _silo_optim(self, split: SplitModel) -> RowOptim:
         optim = check_optim(self.optim if self.silo_optim is None else self.silo_optim)
         drawn = tuple(group.name for group in split.groups if group.axes) if self.batch_size is not None else ()
-        return RowOptim(optim, drawn if self.family.local_params else ())
+        return RowOptim(optim, drawn if self.family.bind(split).local_params else ())
 
     def adopt(self, split: SplitModel, server: ServerState, silos: tuple, found: Any) -> tuple[ServerState, tuple]:
         """The states of a run that starts from ``found``."""
@@ -388,20 +391,22 @@ class SFVI(Method):
         source = start.Source(self.family, server.params, server.base, aid, own)
         return start.Found(loc, chol, sd, self.theta(server), server.theta_base[1], local, source)
 
-    def with_rounds(self, server: ServerState, silos: tuple, num_rounds: int) -> tuple[ServerState, tuple]:
+    def with_rounds(
+        self, server: ServerState, silos: tuple, num_rounds: int, share: float = 1.0
+    ) -> tuple[ServerState, tuple]:
         server = server._replace(opt_state=with_horizon(server.opt_state, num_rounds))
-        return server, tuple(self._with_visits(state, num_rounds) for state in silos)
+        return server, tuple(self._with_visits(state, share * num_rounds) for state in silos)
 
-    def _with_visits(self, state: SiloState, num_rounds: int) -> SiloState:
+    def _with_visits(self, state: SiloState, num_rounds: float) -> SiloState:
         """A row's steps are counted by its own visits: in minibatches it is visited in some rounds only."""
         if self.batch_size is None or not self.family.local_params or not isinstance(state.opt_state, RowState):
-            return state._replace(opt_state=with_horizon(state.opt_state, num_rounds))
+            return state._replace(opt_state=with_horizon(state.opt_state, max(1, round(num_rounds))))
         rows = {}
         for group, one in state.opt_state.rows.items():
             number = jnp.sum(state.base.valid[group], axis=-1, keepdims=True)  # (silos, 1)
             share = jnp.minimum(1.0, self.batch_size / jnp.maximum(number, 1))
             rows[group] = with_horizon(one, jnp.maximum(1, jnp.round(num_rounds * share)).astype(jnp.int32))
-        return state._replace(opt_state=RowState(rows, with_horizon(state.opt_state.rest, num_rounds)))
+        return state._replace(opt_state=RowState(rows, with_horizon(state.opt_state.rest, max(1, round(num_rounds)))))
 
     # --- what a fit asks for ----------------------------------------------------------------------------------------
 
@@ -438,9 +443,14 @@ class SFVI(Method):
         z_local = self.sample_local(split, server, silo, jax.random.key(0), z, data.mask, data)
         return z, z_local, self.theta(server)
 
-    def elbo(self, prepared: Prepared, stack: Stack, server: ServerState, silos: tuple, key: Array) -> Array:
+    def weighting(self, split: SplitModel, stack: Stack) -> Weighting:
+        """How the bound weighs the rows of these silos."""
+        return self._rows(split, stack, _finder(split))[0]
+
+    def elbo(
+        self, split: SplitModel, weighting: Weighting, stack: Stack, server: ServerState, silos: tuple, key: Array
+    ) -> Array:
         """One draw of the evidence bound of all silos together, at these states. Nothing moves."""
-        split, weighting = prepared.split, prepared.notes["weighting"]
         guide = self.family.bind(split)
         z, log_q = guide.path(server.params, server.base, guide.draw_global(key, split.dim))
         theta, aid = self.theta(server), self._aid(guide, server)

@@ -32,7 +32,6 @@ from numpyro_fed.barycenter import barycenter, diagonal_barycenter, w2, w2_diago
 from numpyro_fed.batches import Batching
 from numpyro_fed.bound import Weighting
 from numpyro_fed.engines.base import Stack
-from numpyro_fed.forward import unit_axes
 from numpyro_fed.guides import Amortised, StructuredNormal
 from numpyro_fed.guides.normal import GlobalBase
 from numpyro_fed.methods.base import Prepared
@@ -65,7 +64,7 @@ class AvgMessage(NamedTuple):
 
     params: dict[str, Any]  # of its q(z_G)
     theta: dict[str, Array]
-    value: Array  # its bound where it started from, unscaled
+    value: Array  # its bound where it started from, without the factor (under the paper's scaling: the tempered one)
 
 
 class Average(NamedTuple):
@@ -88,8 +87,10 @@ class SFVIAvg(SFVI):
     The other arguments are those of :class:`~numpyro_fed.SFVI`; ``guide`` needs a normal with full or diagonal
     covariance over the globals. ``fit.history`` has, for every round, the ``residual`` of the barycenter's equation and
     the ``disagreement`` of the silos: the Wasserstein distance of each silo's posterior to the barycenter, in units of
-    the start's sds. Distances that stay above one say that the silos do not agree, and that the average is not the
-    posterior of all data: use :class:`~numpyro_fed.SFVI`, from here with ``run(..., init_state=fit)``.
+    the start's sds. Silos of one population are about sqrt(d (N / N_j - 1)) apart, if they take enough steps; distances
+    well above that say that they disagree. (As steps become smaller towards the end, distances shrink: look at earlier
+    rounds.) Then an average after many steps is not the posterior of all data: take fewer ``local_steps``, or go on
+    with :class:`~numpyro_fed.SFVI`, ``run(..., init_state=fit)``.
 
     Example:
         >>> fit = nf.SFVIAvg(model, local_steps=200).run(jax.random.key(0), silos, 20)  # doctest: +SKIP
@@ -225,8 +226,10 @@ class SFVIAvg(SFVI):
     def found(self, split: SplitModel, server: ServerState, silos: tuple) -> start.Found:
         return super().found(split, server, tuple(state.local for state in silos))
 
-    def with_rounds(self, server: ServerState, silos: tuple, num_rounds: int) -> tuple[ServerState, tuple]:
-        steps = num_rounds * self.local_steps
+    def with_rounds(
+        self, server: ServerState, silos: tuple, num_rounds: int, share: float = 1.0
+    ) -> tuple[ServerState, tuple]:
+        steps = max(1, round(share * num_rounds * self.local_steps))
         return server, tuple(
             AvgSiloState(with_horizon(state.opt_state, steps), self._with_visits(state.local, steps)) for state in silos
         )
@@ -243,16 +246,21 @@ class SFVIAvg(SFVI):
     ) -> dict[str, Array]:
         return super().sample_local(split, server, silo.local, key, z, mask, data)
 
-    def elbo(self, prepared: Prepared, stack: Stack, server: ServerState, silos: tuple, key: Array) -> Array:
-        return super().elbo(prepared, stack, server, tuple(state.local for state in silos), key)
+    def elbo(
+        self, split: SplitModel, weighting: Weighting, stack: Stack, server: ServerState, silos: tuple, key: Array
+    ) -> Array:
+        return super().elbo(split, weighting, stack, server, tuple(state.local for state in silos), key)
 
 
 def _sizes(split: SplitModel) -> np.ndarray:
     """N_j: each silo's number of observations, in the order of the silos."""
-    axes = [axis for axis in split.partition.axes if axis.name in unit_axes(split)]
-    if not axes:
-        return np.ones(split.partition.num_silos)
-    return np.array([sum(axis.lengths[name] for axis in axes) for name in axes[0].lengths], float)
+    part = split.partition
+    if not part.axes:
+        return np.ones(part.num_silos)
+    lengths = {axis.name: axis.lengths for axis in part.axes}
+    observed = [site for site in part.sites if site.role in ("observed", "factor") and not site.at_server]
+    count = lambda site, name: np.prod([lengths[axis][name] for axis, _ in site.axes or site.value_axes])
+    return np.array([sum(count(site, name) for site in observed) for name in part.axes[0].lengths], float)
 
 
 def _packed(params: dict[str, Any]) -> dict[str, Any]:
