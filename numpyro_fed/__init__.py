@@ -3,7 +3,7 @@
 from numpyro_fed import datasets, engines, guides, schedules
 from numpyro_fed.compare import Comparison, compare
 from numpyro_fed.fit import Fit
-from numpyro_fed.methods import SFVI, Independent, SFVIAvg
+from numpyro_fed.methods import SFVI, Fits, Independent, NonFiniteError, SFVIAvg
 from numpyro_fed.partition import Partition, partition
 from numpyro_fed.reference import Reference, nuts
 from numpyro_fed.silos import Silos, split
@@ -14,7 +14,9 @@ __all__ = [
     "SFVI",
     "Comparison",
     "Fit",
+    "Fits",
     "Independent",
+    "NonFiniteError",
     "Partition",
     "PartitionError",
     "Reference",

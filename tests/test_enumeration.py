@@ -368,3 +368,22 @@ def test_a_fit_is_that_of_the_mixture() -> None:
 
 
 KEY = jax.random.key(3)
+
+
+def test_components_that_start_alike_part():
+    """Two clusters at -2 and 2: from the default start the components find them, not their common mean."""
+
+    def mixture(y):
+        weight = numpyro.sample("weight", dist.Beta(2.0, 2.0))
+        with numpyro.plate("components", 2):
+            mean = numpyro.sample("mean", dist.Normal(0.0, 3.0))
+        with numpyro.plate("rows", y.shape[0]):
+            k = numpyro.sample("k", dist.Bernoulli(weight))
+            numpyro.sample("y", dist.Normal(mean[k], 0.5), obs=y)
+
+    rng = np.random.default_rng(0)
+    draw = lambda n: (np.where(rng.random(n) < 0.5, -2.0, 2.0) + 0.5 * rng.normal(size=n)).astype("f")
+    silos = nf.Silos([dict(y=draw(n)) for n in (20, 30)])
+    fit = nf.SFVI(mixture).run(jax.random.key(0), silos, 500, progress_bar=False)
+    means = np.sort(np.asarray(fit.sample(jax.random.key(1), 200)["mean"]).mean(axis=0))
+    np.testing.assert_allclose(means, [-2.0, 2.0], atol=0.4)

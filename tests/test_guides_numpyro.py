@@ -329,6 +329,18 @@ def test_bad_guides(settings, words):
         run(**settings)
 
 
+def shared_guide(y):
+    """No parameter belongs to a row: minibatches are fine."""
+    numpyro.sample("mu", dist.Normal(numpyro.param("m", 0.0), 0.2))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("a", dist.Normal(numpyro.param("slope", 0.5) * y, 0.3))
+
+
+def test_guide_functions_take_minibatches_where_no_row_has_parameters():
+    fit = run(guide=shared_guide, batch_size=5)
+    assert np.all(np.isfinite(fit.history["loss"]))
+
+
 def test_bad_encoders():
     with pytest.raises(ValueError, match=r"output of shape \(3,\) where \(2,\) is needed: a mean and a log-scale"):
         run(guide=Amortised(nnx.Linear(1, 3, rngs=nnx.Rngs(0))))

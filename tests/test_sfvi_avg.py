@@ -10,6 +10,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.barycenter import barycenter, w2
+from numpyro_fed.methods.sfvi_avg import _sizes
 
 
 def groups(y):
@@ -181,6 +182,35 @@ def test_absent_silos_do_not_move():
     assert np.isnan(after.history["disagreement"][-1][1]) and np.isfinite(after.history["disagreement"][-1][0])
 
 
+def test_a_last_round_that_diverges_is_told():
+    """The loss is that of the round's beginning, so what the last round leaves is looked at by itself."""
+    silos = regression_silos((20, 30))
+    with pytest.raises(nf.NonFiniteError) as told:
+        nf.SFVIAvg(plain, local_steps=50, optim=optax.sgd(1e3)).run(jax.random.key(0), silos, 1, progress_bar=False)
+    assert np.all(np.isfinite(posterior(told.value.fit)[0]))
+
+
+def test_absent_silos_count_their_own_steps():
+    """With one silo of three a round, a silo's steps fall over a third of all rounds."""
+    silos = regression_silos((20, 30, 40))
+    fit = nf.SFVIAvg(plain, local_steps=5).run(
+        jax.random.key(0), silos, 6, schedule=nf.schedules.sampled(1), progress_bar=False
+    )
+    horizon = fit.state.silo("0")[0].opt_state[1].horizon
+    assert int(horizon) == 10
+
+
+def test_crossed_rows_are_counted_once():
+    def crossed(y):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", y.shape[0], dim=-2), numpyro.plate("items", 4, dim=-1):
+            numpyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    silos = nf.Silos([dict(y=np.ones((n, 4), "f")) for n in (3, 6)])
+    fit = nf.SFVIAvg(crossed, local_steps=1).run(jax.random.key(0), silos, 1, progress_bar=False)
+    np.testing.assert_array_equal(_sizes(fit.split), [3, 6])
+
+
 def test_engines_agree(x64):
     silos = nf.Silos([dict(y=np.arange(n) / 3.0) for n in (3, 5)])
     method = nf.SFVIAvg(groups, local_steps=3, start_rounds=0)  # at the optimum Adam would amplify rounding
@@ -238,6 +268,7 @@ def test_independent_fits_are_ordinary_fits(tmp_path):
     assert fit.sample_local(jax.random.key(0), 10, silo="york")["a"].shape == (10, 5)
     assert fit.predict(jax.random.key(0), silo="york", num_samples=3)["y"].shape == (3, 5)
     assert set(fit.summary().index) == {"mu"}
+    assert abs(fit.elbo(num_samples=20) + fit.history["loss"][-5:].mean()) < 2  # of five rows, padded as in the run
     again = nf.load(fit.save(tmp_path / "york"), nf.SFVI(groups, importance_samples=1))
     np.testing.assert_array_equal(again.sample(jax.random.key(1), 5)["mu"], fit.sample(jax.random.key(1), 5)["mu"])
     with pytest.raises(KeyError, match="no silo is named 'hull'; the silos are 'york', 'leeds'"):
