@@ -99,13 +99,10 @@ class AutoGlobals:
         self.structured, self.split = structured, split
         self.guide = _prototype(structured.global_guide, split)
         self.limits = param_constraints(self._trace(jax.random.key(0)))
-        self.local_cov = structured.local_cov
-        self.init_local, self.start_local = structured.init_local, structured.start_local
-        self.adopt_local, self.condition = structured.adopt_local, structured.condition
-        self.summary_local, self.needs_data = structured.summary_local, structured.needs_data
-        self.local_params, self.arbitrary = structured.local_params, structured.arbitrary
-        self.take_rows, self.recentred = structured.take_rows, structured.recentred
-        self.shared_params, self.can_start = structured.shared_params, structured.can_start
+
+    def __getattr__(self, name: str) -> Any:
+        """All that concerns the locals is the structured guide's."""
+        return getattr(self.__dict__["structured"], name)
 
     def _trace(self, key: Array, params: dict | None = None, guide: Any = None) -> dict[str, dict]:
         return guide_trace(guide or self.guide, {}, params or {}, key)
