@@ -1,20 +1,51 @@
 """Who takes part in a round.
 
-A schedule is a value with one method: the cohorts of a stretch of rounds, as indices into the silos. ``None`` or
-``"synchronous"`` is everyone every round, ``"sequential"`` one silo after another, :func:`sampled` a random cohort.
+A schedule is a value that says three things:
+
+- ``cohorts``: who takes part in a stretch of rounds, as indices into the silos;
+- ``stale``: whether a silo works from what it received when it last took part, and not from the newest broadcast;
+- ``sweep``: how many rounds it takes until every silo is expected to have taken part once.
+
+``None`` or ``"synchronous"`` is everyone every round, ``"sequential"`` one silo after another, ``"asynchronous"`` each
+silo at its own pace (:func:`asynchronous` to give speeds), :func:`sampled` a random cohort, :func:`fixed` a table.
+
+A schedule of your own needs only ``cohorts``: :func:`stale` and :func:`sweep` answer for one that says no more.
 """
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache, partial
+from itertools import islice
+from numbers import Real
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
 
 from numpyro_fed.tracing import digest
 
+BLOCK = 16  # durations of a silo that are drawn at once
+HORIZON = 256  # finishes that are worked out at least; then twice as many, whenever a run gets further
+WIDEST = 5.0  # sd of a log duration; every third pair then differs by a factor of over 1000
+
+USE = (
+    "use 'synchronous', 'sequential', 'asynchronous', nf.schedules.sampled(cohort_size), "
+    "nf.schedules.asynchronous(speeds={name: speed}) or nf.schedules.fixed([[name], ...])"
+)
+
 
 class Schedule(Protocol):
+    @property
+    def stale(self) -> bool:
+        """Whether a message is computed from the broadcast of the silo's last round, and not from this round's."""
+        ...
+
+    def sweep(self, num_silos: int) -> int:
+        """The number of rounds in which every silo is expected to have taken part once."""
+        ...
+
     def cohorts(self, key: Any, names: tuple[str, ...], first: int, count: int) -> np.ndarray | None:
         """Indices of the silos that take part in rounds first, first + 1, ...: (count, K). None: all of them."""
         ...
@@ -22,12 +53,22 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class Synchronous:
+    stale: ClassVar[bool] = False
+
+    def sweep(self, num_silos: int) -> int:
+        return 1
+
     def cohorts(self, key: Any, names: tuple[str, ...], first: int, count: int) -> None:
         return None
 
 
 @dataclass(frozen=True)
 class Sequential:
+    stale: ClassVar[bool] = False
+
+    def sweep(self, num_silos: int) -> int:
+        return num_silos
+
     def cohorts(self, key: Any, names: tuple[str, ...], first: int, count: int) -> np.ndarray:
         return ((first + np.arange(count)) % len(names))[:, None].astype(np.int32)
 
@@ -35,6 +76,10 @@ class Sequential:
 @dataclass(frozen=True)
 class Sampled:
     cohort_size: int
+    stale: ClassVar[bool] = False
+
+    def sweep(self, num_silos: int) -> int:
+        return math.ceil(num_silos / self.cohort_size)
 
     def cohorts(self, key: Any, names: tuple[str, ...], first: int, count: int) -> np.ndarray | None:
         if self.cohort_size > len(names):
@@ -46,6 +91,7 @@ class Sampled:
         )
 
 
+@partial(jax.jit, static_argnames="size")
 def _lottery(key: Any, identities: np.ndarray, rounds: np.ndarray, size: int) -> Any:
     """Every silo draws a number by its name; the smallest take part. The order of the silos does not matter."""
 
@@ -53,20 +99,69 @@ def _lottery(key: Any, identities: np.ndarray, rounds: np.ndarray, size: int) ->
         draws = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, r), i)))(identities)
         return jax.numpy.sort(jax.numpy.argsort(draws)[:size])
 
-    return jax.jit(jax.vmap(one))(rounds)
+    return jax.vmap(one)(rounds)
 
 
 @dataclass(frozen=True)
 class Fixed:
     names: tuple[tuple[str, ...], ...]
+    stale: ClassVar[bool] = False
+
+    def sweep(self, num_silos: int) -> int:
+        """Until all have taken part that ever do: a silo the table does not name is not waited for."""
+        members = {name for cohort in self.names for name in cohort}
+        return 1 + max(next(r for r, cohort in enumerate(self.names) if name in cohort) for name in members)
 
     def cohorts(self, key: Any, names: tuple[str, ...], first: int, count: int) -> np.ndarray:
         for cohort in self.names:
-            for name in cohort:
-                if name not in names:
-                    raise ValueError(f"the schedule names {name!r}; the silos are {', '.join(map(repr, names))}")
+            _check_names(cohort, names)
         table = np.array([[names.index(name) for name in cohort] for cohort in self.names], np.int32)
         return table[(first + np.arange(count)) % len(table)]
+
+
+@dataclass(frozen=True)
+class Asynchronous:
+    """Silos at their own pace; see :func:`asynchronous`."""
+
+    speeds: tuple[tuple[str, float], ...] = ()  # (name, relative speed), sorted by name; who is missing has speed 1
+    spread: float = 0.5
+    stale: ClassVar[bool] = True
+
+    def sweep(self, num_silos: int) -> int:
+        return num_silos
+
+    def cohorts(self, key: Any, names: tuple[str, ...], first: int, count: int) -> np.ndarray:
+        _check_names([name for name, _ in self.speeds], names)
+        words = tuple(np.asarray(jax.random.key_data(key)).ravel().tolist())
+        horizon = max(HORIZON, 1 << (first + count - 1).bit_length())
+        return _finishers(self, words, names, horizon)[first : first + count, None].copy()
+
+
+@lru_cache(maxsize=8)  # a run asks chunk by chunk
+def _finishers(schedule: Asynchronous, words: tuple[int, ...], names: tuple[str, ...], count: int) -> np.ndarray:
+    """The silos that finish first, second, ...: (count,). Ties go to the smaller digest."""
+    speeds = dict(schedule.speeds)
+    silos = [_finishes(schedule.spread, speeds.get(n, 1.0), words, n, j) for j, n in enumerate(names)]
+    return np.array([j for *_, j in islice(heapq.merge(*silos), count)], np.int32)
+
+
+def _finishes(
+    spread: float, speed: float, words: tuple[int, ...], name: str, j: int
+) -> Iterator[tuple[float, int, str, int]]:
+    """When a silo finishes, for ever: (time, digest, name, j). The times follow from the run's key and the name."""
+    identity = digest(name)
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*words, identity))))
+    time = 0.0
+    while True:
+        for duration in np.exp(spread * generator.standard_normal(BLOCK)).tolist():
+            time += duration / speed
+            yield time, identity, name, j
+
+
+def _check_names(given: Sequence[str], names: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in names:
+            raise ValueError(f"the schedule names {name!r}; the silos are {', '.join(map(repr, names))}")
 
 
 def sampled(cohort_size: int) -> Sampled:
@@ -88,17 +183,68 @@ def fixed(cohorts: Sequence[Sequence[str]]) -> Fixed:
     return Fixed(tuple(tuple(cohort) for cohort in cohorts))
 
 
+def asynchronous(speeds: Mapping[str, float] | None = None, spread: float = 0.5) -> Asynchronous:
+    """Silos work at their own pace: a round is one silo finishing, with what it made of the broadcast it last received.
+
+    How long a silo takes is random, log d ~ N(-log speed, spread^2), drawn anew each time from the run's key and the
+    silo's name; so a run can be repeated, and neither the order of the silos nor the clock of the machine matters.
+
+    Args:
+        speeds: {name: relative speed}; a silo of speed 3 finishes about three times as often as one of speed 1, which
+            is the speed of all that are not named.
+        spread: sd of the logarithm of a duration. At 0 silos of one speed finish in turns.
+
+    >>> asynchronous({"leeds": 3}, spread=0.1).cohorts(jax.random.key(0), ("leeds", "york"), 0, 8)[:, 0].tolist()
+    [0, 0, 1, 0, 0, 0, 1, 0]
+    """
+    if speeds is not None and not isinstance(speeds, Mapping):
+        raise TypeError(f"speeds is a {type(speeds).__name__}; give a dict of names: speeds={{'leeds': 3.0}}")
+    for name, speed in (speeds or {}).items():
+        if not isinstance(name, str):
+            raise TypeError(f"speeds names a silo {name!r}; names are strings: speeds={{'{name}': {speed!r}}}")
+        if not _is_number(speed) or not 0 < speed < math.inf:
+            raise ValueError(
+                f"the speed of {name!r} must be a positive number, got {speed!r}: speeds={{{name!r}: 1.0}}"
+            )
+    if not _is_number(spread) or not 0 <= spread <= WIDEST:
+        raise ValueError(f"spread must be a number from 0 to {WIDEST:g}, got {spread!r}: spread=0.5")
+    return Asynchronous(tuple(sorted((name, float(speed)) for name, speed in (speeds or {}).items())), float(spread))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool | np.bool_)
+
+
+def stale(schedule: Any) -> bool:
+    """Whether silos work from stale broadcasts; not, if the schedule does not say."""
+    return bool(getattr(schedule, "stale", False))
+
+
+def sweep(schedule: Any, names: tuple[str, ...]) -> int:
+    """The number of rounds in which every silo is expected to have taken part once.
+
+    If the schedule does not say: as many rounds as its first cohort's size needs to cover all silos.
+
+    >>> sweep(sampled(2), ("leeds", "york", "hull"))
+    2
+    """
+    if hasattr(schedule, "sweep"):
+        return int(schedule.sweep(len(names)))
+    cohorts = schedule.cohorts(jax.random.key(0), names, 0, 1)
+    return 1 if cohorts is None else math.ceil(len(names) / cohorts.shape[1])
+
+
 def as_schedule(schedule: Any) -> Schedule:
-    known: dict[str | None, Schedule] = {None: Synchronous(), "synchronous": Synchronous(), "sequential": Sequential()}
+    known: dict[str | None, Schedule] = {
+        None: Synchronous(),
+        "synchronous": Synchronous(),
+        "sequential": Sequential(),
+        "asynchronous": Asynchronous(),
+    }
     if schedule is None or isinstance(schedule, str):
         if schedule not in known:
-            raise ValueError(
-                f"schedule is {schedule!r}; use 'synchronous', 'sequential' or nf.schedules.sampled(cohort_size)"
-            )
+            raise ValueError(f"schedule is {schedule!r}; {USE}")
         return known[schedule]
     if not hasattr(schedule, "cohorts"):
-        raise TypeError(
-            f"schedule is a {type(schedule).__name__}; use 'synchronous', 'sequential' or "
-            "nf.schedules.sampled(cohort_size)"
-        )
+        raise TypeError(f"schedule is a {type(schedule).__name__}; {USE}")
     return schedule
