@@ -1,9 +1,9 @@
 """Federated Bayesian inference on NumPyro."""
 
-from numpyro_fed import datasets, engines, guides, schedules
+from numpyro_fed import datasets, engines, guides, schedules, solvers
 from numpyro_fed.compare import Comparison, compare
 from numpyro_fed.fit import Fit
-from numpyro_fed.methods import SFVI, Fits, Independent, NonFiniteError, SFVIAvg
+from numpyro_fed.methods import EP, PVI, SEP, SFVI, Fits, Independent, NonFiniteError, SFVIAvg
 from numpyro_fed.partition import Partition, partition
 from numpyro_fed.reference import Reference, nuts
 from numpyro_fed.silos import Silos, split
@@ -11,6 +11,9 @@ from numpyro_fed.storage import load
 from numpyro_fed.tracing import PartitionError
 
 __all__ = [
+    "EP",
+    "PVI",
+    "SEP",
     "SFVI",
     "Comparison",
     "Fit",
@@ -30,6 +33,7 @@ __all__ = [
     "nuts",
     "partition",
     "schedules",
+    "solvers",
     "split",
 ]
 __version__ = "0.1.0"

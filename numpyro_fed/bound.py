@@ -79,7 +79,7 @@ def silo_bound(
 
         value, (g_z, g_theta) = jax.value_and_grad(value_at, argnums=(0, 1))(z, theta)
         return BoundGradients(value, params, g_z, jax.tree.map(jnp.zeros_like, aid), g_theta)
-    combine = lambda found, log_q: _combined(split, weighting, found.terms, log_q, data, components, batch, power)
+    combine = lambda found, log_q: combined(split, weighting, found.terms, log_q, data, components, batch, power)
     counts = _counts(split, weighting, data, batch)
     if guide.arbitrary:
         return _plain(split, guide, weighting, key, params, base, z, aid, theta, data, combine, counts)
@@ -111,7 +111,7 @@ def silo_bound(
     (by_spread,) = pull_spread(both)
     g_z = g_z + pull_z(add(by_spread, g_given)._replace(loc=total(g_p)))[0]
     if weighting.num > 1:
-        twice = lambda group: _row_weights(split, weighting, weight, group, data, components)[..., None]
+        twice = lambda group: row_weights(split, weighting, weight, group, data, components)[..., None]
         both = {group: twice(group) * value for group, value in both.items()}
         (by_spread,) = pull_spread(both)
     _, pull = jax.vjp(lambda params, aid: at(params, z, aid), params, aid)
@@ -168,7 +168,7 @@ def _counts(split: SplitModel, weighting: Weighting, data: SiloData, batch: Batc
     return jnp.append(jnp.where(batch.chosen, batch.factor, 0.0), 1.0)
 
 
-def _combined(
+def combined(
     split: SplitModel,
     weighting: Weighting,
     terms: dict,
@@ -193,7 +193,7 @@ def _combined(
     return (total - sum(jnp.sum(rows) for rows in log_q.values()))[None]
 
 
-def _row_weights(
+def row_weights(
     split: SplitModel, weighting: Weighting, weight: Array, group: str, data: SiloData, components: Components | None
 ) -> Array:
     """Normalised weights (K, rows) of the components that a group's rows belong to."""

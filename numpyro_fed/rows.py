@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_fed.engines.base import Stack
 from numpyro_fed.padding import SiloData
 from numpyro_fed.split_model import Group, SplitModel
+from numpyro_fed.tracing import UNOPTIMISED
 
 Array = Any
 
@@ -152,3 +154,27 @@ def add_indexed(found: Components, terms: dict[str, Array], by_row: dict[str, Ar
     for group, log_q in by_row.items():
         total = total.at[found.rows[group]].add(-log_q)
     return total
+
+
+def finder(split: SplitModel) -> Any:
+    """The components of all silos of a bucket, compiled: (args, mask, shared) -> Components, stacked."""
+
+    def one(args: Any, mask: Any, shared: Any) -> Components:
+        key = jax.random.key(0)
+        z = 0.1 * jax.random.normal(key, (split.dim,))
+        return find_components(split, key, SiloData(args, mask, shared), z, split.theta)
+
+    return jax.jit(jax.vmap(one, in_axes=(0, 0, None)), compiler_options=UNOPTIMISED)
+
+
+def how_rows_lie(split: SplitModel, stack: Stack, found: list[Components]) -> str:
+    """``"aligned"``, ``"indexed"`` or (where rows meet in a term) ``"whole"``, over all silos."""
+    everywhere_aligned = True
+    for bucket, components in zip(stack.buckets, found, strict=True):
+        if not bool(np.all(components.separable)):
+            return "whole"
+        for j in range(len(bucket.names)):
+            each = (SiloData(bucket.args, bucket.mask, ()), components)
+            data, one = jax.tree.map(lambda leaf, j=j: leaf[j], each)
+            everywhere_aligned = everywhere_aligned and aligned(split, data, one)
+    return "aligned" if everywhere_aligned else "indexed"

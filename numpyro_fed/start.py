@@ -22,6 +22,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.frames import fit_frame
 from numpyro_fed.padding import SiloData
 from numpyro_fed.split_model import SplitModel
 from numpyro_fed.tracing import digest, provenance
@@ -169,74 +170,12 @@ def newton_step(gradient: Array, precision: Array, damping: Array) -> Array:
 
 
 def fit_locals(split: SplitModel, z: Array, theta: dict, silo: SiloState, data: SiloData) -> SiloState:
-    """Newton's method on the locals of a silo, given the globals, row by row.
-
-    A row's curvature is found by moving all rows of a group at once: exact when rows are independent given z_G. Where
-    they are not, the step is still uphill, and its length is searched.
-    """
+    """The locals' normal approximation at z, from the one at another point."""
     if not split.groups:
         return silo
-    # padded rows, and elements that a mask leaves out, stay where they are with a scale of one
-    active = split.evaluate(z, silo.loc, theta, data).active
-
-    def density(z_local: dict, z: Array = z) -> Array:
-        return split.log_silo(z, z_local, theta, data)
-
-    gradient = jax.grad(density)
-
-    def curvature(z_local: dict) -> dict[str, tuple[Array, Array]]:
-        """Eigenvalues (made positive) and vectors of each row's negative Hessian."""
-        out = {}
-        for group in split.groups:
-
-            def column(a: Array, group: Any = group) -> Array:
-                tangent = {g: jnp.zeros_like(value) for g, value in z_local.items()}
-                tangent[group.name] = tangent[group.name].at[:, a].set(1.0)
-                return jax.jvp(gradient, (z_local,), (tangent,))[1][group.name]
-
-            hessian = -jnp.moveaxis(jax.vmap(column)(jnp.arange(group.size)), 0, -1)
-            hessian = 0.5 * (hessian + jnp.swapaxes(hessian, -1, -2))
-            real = active[group.name]
-            hessian = jnp.where(real[:, :, None] & real[:, None, :], hessian, jnp.eye(group.size))
-            if group.size == 1:
-                values, vectors = hessian[..., 0], jnp.ones_like(hessian)
-            else:
-                values, vectors = jnp.linalg.eigh(hessian)
-            out[group.name] = (jnp.maximum(jnp.abs(values), 1e-4), vectors)
-        return out
-
-    def solve(spectrum: tuple[Array, Array], right: Array) -> Array:
-        values, vectors = spectrum
-        return jnp.einsum("rij,rj->ri", vectors, jnp.einsum("rji,rj->ri", vectors, right) / values)
-
-    lengths = jnp.array([1.0, 0.3, 0.05, 0.0])
-
-    def improve(_: int, z_local: dict) -> dict:
-        spectrum, slope = curvature(z_local), gradient(z_local)
-        step = {g: jnp.where(active[g], solve(spectrum[g], slope[g]), 0.0) for g in z_local}
-
-        def at(length: Array) -> dict:
-            return jax.tree.map(lambda value, s: value + length * s, z_local, step)
-
-        values = jax.lax.map(lambda length: density(at(length)), lengths)
-        values = jnp.where(jnp.isfinite(values), values, -jnp.inf)
-        best = jnp.max(values)
-        # the longest step that is as good as the best up to rounding: near the mode all are, and Newton's is right
-        return at(lengths[jnp.argmax(values >= best - 1e-6 * (1 + jnp.abs(best)))])
-
-    loc = jax.lax.fori_loop(0, LOCAL_STEPS, improve, silo.loc)
-    spectrum = curvature(loc)
-    cross = jax.vmap(lambda e: jax.jvp(lambda z: jax.grad(density)(loc, z), (z,), (e,))[1])(jnp.eye(split.dim))
-    coupling = {}
-    scale = {}
-    for group in split.groups:
-        values, vectors = spectrum[group.name]
-        solved = jax.vmap(lambda right, s=spectrum[group.name]: solve(s, right))(cross[group.name])
-        coupling[group.name] = jnp.moveaxis(jnp.where(active[group.name], solved, 0.0), 0, -1)
-        # conditional sds: what a guide with independent elements would learn
-        diagonal = jnp.einsum("rij,rj,rij->ri", vectors, values, vectors)
-        scale[group.name] = jax.lax.rsqrt(diagonal)
-    return SiloState(loc, scale, coupling)
+    frame = fit_frame(split, z, theta, silo.loc, data, LOCAL_STEPS)
+    # conditional sds: what a guide with independent elements would learn
+    return SiloState(frame.loc, jax.tree.map(jax.lax.rsqrt, frame.curvature), frame.coupling)
 
 
 class Source(NamedTuple):

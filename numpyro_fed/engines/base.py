@@ -84,9 +84,16 @@ def traffic(algorithm: FederatedAlgorithm, server: Any, silo: Any, data: SiloDat
 
 
 def stacked(trees: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    with jax.enable_x64(True):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def strong(tree: Any) -> Any:
     """Arrays whose type does not give way to others': a weakly typed start would compile the same program twice."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf, tree)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Natural parameters are float64 in any program."""
+    with jax.enable_x64(True):
+        return jnp.zeros(shape, dtype)

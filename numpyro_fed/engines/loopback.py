@@ -83,7 +83,8 @@ class Loopback:
 def _through_wire(tree: Any) -> tuple[Any, int]:
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), tree)
     encoded = wire.encode(tree)
-    return wire.decode(encoded, like), len(encoded)
+    with jax.enable_x64(True):  # float64 stays so in a float32 program
+        return jax.tree.map(jnp.asarray, wire.decode(encoded, like)), len(encoded)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
-from numpyro_fed.engines.base import SERVER, START, Stack, identities, sent_to, silo_keys, strong
+from numpyro_fed.engines.base import SERVER, START, Stack, identities, sent_to, silo_keys, strong, zeros
 from numpyro_fed.padding import SiloData
 from numpyro_fed.tracing import UNOPTIMISED
 
@@ -126,7 +126,7 @@ def _run_rounds(
             states.append(jax.tree.map(lambda old, rows, at=at: old.at[at].set(rows, mode="drop"), state, new))
             target = jnp.where(at < len(bucket), order, size)
             if together is None:
-                together = jax.tree.map(lambda leaf: jnp.zeros((size, *leaf.shape[1:]), leaf.dtype), message)
+                together = jax.tree.map(lambda leaf: zeros((size, *leaf.shape[1:]), leaf.dtype), message)
             together = jax.tree.map(lambda all_, rows, t=target: all_.at[t].set(rows, mode="drop"), together, message)
         return together, tuple(states), cohort
 
@@ -146,7 +146,7 @@ def _run_rounds(
         return server, silos, info
 
     shapes = jax.eval_shape(one_round, 0, server, silos)[2]
-    history = jax.tree.map(lambda leaf: jnp.zeros((CHUNK, *leaf.shape), leaf.dtype), shapes)
+    history = jax.tree.map(lambda leaf: zeros((CHUNK, *leaf.shape), leaf.dtype), shapes)
 
     def body(i: Any, carry: tuple) -> tuple:
         server, silos, history = carry

@@ -1,8 +1,10 @@
 """Federated inference methods, one file each."""
 
 from numpyro_fed.methods.base import NonFiniteError
+from numpyro_fed.methods.ep import EP, SEP
 from numpyro_fed.methods.independent import Fits, Independent
+from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
 
-__all__ = ["SFVI", "Fits", "Independent", "NonFiniteError", "SFVIAvg"]
+__all__ = ["EP", "PVI", "SEP", "SFVI", "Fits", "Independent", "NonFiniteError", "SFVIAvg"]

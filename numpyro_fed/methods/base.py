@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
-from numpyro_fed import start
-from numpyro_fed.algorithm import FederatedAlgorithm
-from numpyro_fed.engines.base import Stack, sent_to, traffic
+from numpyro_fed import schedules, start
+from numpyro_fed.algorithm import FederatedAlgorithm, Held, held, stale
+from numpyro_fed.engines.base import SERVER, Stack, sent_to, traffic
 from numpyro_fed.engines.loopback import Loopback
 from numpyro_fed.engines.vmap import CHUNK, Vmap
 from numpyro_fed.fit import Fit, State
@@ -76,8 +76,8 @@ class Method:
         """Whether what was prepared for silos of the same shapes is right for these data too."""
         return True
 
-    def default_rounds(self, prepared: Prepared) -> int:
-        """How many rounds when the user does not say."""
+    def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
+        """How many rounds when the user does not say; in ``sweep`` rounds every silo takes part once."""
         raise NotImplementedError
 
     def started(self, split: SplitModel, server: Any, silos: tuple) -> Any:
@@ -100,6 +100,18 @@ class Method:
     def with_rounds(self, server: Any, silos: tuple, num_rounds: int, share: float = 1.0) -> tuple[Any, tuple]:
         """States whose step sizes suit a run of ``num_rounds``, of which a silo takes part in a ``share``."""
         return server, silos
+
+    accepts_stale = False  # whether a message made from an old broadcast is still of use
+
+    def with_schedule(self, prepared: Prepared, server: Any, schedule: Any, names: tuple[str, ...]) -> Any:
+        """A server state whose steps suit the schedule."""
+        return server
+
+    stops = False  # whether `settled` may end a run before its last round
+
+    def settled(self, history: dict[str, np.ndarray], sweep: int) -> bool:
+        """Whether nothing moves any more, from the rounds so far."""
+        return False
 
     # --- run --------------------------------------------------------------------------------------------------------
 
@@ -137,8 +149,10 @@ class Method:
         Args:
             rng_key: ``jax.random.key(0)``.
             silos: the data, an :class:`~numpyro_fed.Silos`.
-            num_rounds: rounds after the start; by default the method's own number.
-            schedule: who takes part in a round: None (all), ``"sequential"``, ``nf.schedules.sampled(cohort_size)``.
+            num_rounds: rounds after the start; by default the method's own number. For methods that notice when
+                nothing moves any more, the largest number.
+            schedule: who takes part in a round: None (all), ``"sequential"``, ``"asynchronous"`` (EP and PVI),
+                ``nf.schedules.sampled(cohort_size)``.
             engine: where it runs; by default ``nf.engines.Vmap()``.
             init_state: a ``fit.state`` of the same method (its round counter goes on), or a Fit.
             progress_bar: show rounds, loss and rate.
@@ -156,9 +170,15 @@ class Method:
             raise ValueError(f"num_rounds must be an int of at least 1, got {num_rounds!r}")
         schedule = as_schedule(schedule)
         cohort = schedule.cohorts(jax.random.key(0), silos.names, 0, 1)  # one that does not fit the silos says so now
+        if schedules.stale(schedule) and not self.accepts_stale:
+            raise ValueError(
+                f"nf.{type(self).__name__} needs replies to its newest broadcast, so it has no asynchronous schedule: "
+                "use nf.PVI or nf.EP, or schedule=nf.schedules.sampled(cohort_size)"
+            )
         began = time.perf_counter()
         prepared, stacked = self.ready(silos)
-        num_rounds = self.default_rounds(prepared) if num_rounds is None else int(num_rounds)
+        sweep = schedules.sweep(schedule, silos.names)
+        num_rounds = self.default_rounds(prepared, sweep) if num_rounds is None else int(num_rounds)
         runner = _Runner(self, prepared, stacked, engine or Vmap(), key, silos, began, progress_bar)
         runner.share = 1.0 if cohort is None else cohort.shape[1] / silos.num_silos
         if init_state is None:
@@ -166,6 +186,7 @@ class Method:
             first = 0
         else:
             server, states, first = runner.resume(init_state, num_rounds)
+        server = self.with_schedule(prepared, server, schedule, silos.names)
         return runner.rounds(server, states, first, num_rounds, schedule)
 
 
@@ -305,9 +326,15 @@ class _Runner:
 
     def rounds(self, server: Any, states: tuple, first: int, num_rounds: int, schedule: Any) -> Fit:
         algorithm, names = self.prepared.algorithm, self.stack.names
+        sweep = schedules.sweep(schedule, names)
+        if schedules.stale(schedule):
+            key = jax.random.fold_in(jax.random.fold_in(self.key, first), SERVER)
+            server, algorithm = held(algorithm, server, key, len(names)), stale(algorithm, len(names))
         sent = self._traffic(algorithm, server, states)
         cohort_key = jax.random.fold_in(self.key, COHORTS)
         size = max(1, (16 if isinstance(self.engine, Loopback) else CHUNK) // self.method.steps_per_round)
+        if self.method.stops:
+            size = min(size, sweep)
         done = 0
         with tqdm(total=num_rounds, desc=type(self.method).__name__, disable=not self.bar, unit="round") as bar:
             try:
@@ -327,9 +354,17 @@ class _Runner:
                     done += count
                     bar.update(count)
                     bar.set_postfix(loss=f"{float(np.mean(info['loss'][-100:])):.4g}")
+                    if self.method.stops and done < num_rounds and self.method.settled(self._history(), sweep):
+                        bar.write(f"nothing moves any more after {done} rounds") if self.bar else None
+                        break
             except KeyboardInterrupt:
                 bar.write(f"stopped after {done} of {num_rounds} rounds; this is the fit so far")
         return self._fit(server, states, first + done)
+
+    def _history(self) -> dict[str, np.ndarray]:
+        """The rounds of this run so far, those of the start left out."""
+        rounds = [rows for rows in self.history if not rows["start"][0]]
+        return {name: np.concatenate([rows[name] for rows in rounds]) for name in rounds[0]}
 
     def _stop_at_last_good(
         self, algorithm: FederatedAlgorithm, good: tuple, first: int, cohorts: Any, bad: int, sent: Any
@@ -345,6 +380,7 @@ class _Runner:
         self._raise_non_finite(algorithm, self.key, server, states, first + count, members)
 
     def _fit(self, server: Any, states: tuple, last: int) -> Fit:
+        server = server.server if isinstance(server, Held) else server
         history = {name: self._column(name) for name in dict.fromkeys(n for rows in self.history[::-1] for n in rows)}
         state = State(
             type(self.method).__name__,
@@ -390,13 +426,14 @@ class _Runner:
             f"the loss is not finite at round {at}, from {where}. Standardise the data, check the distributions' "
             "parameters, or pass a smaller step: optim=optax.adam(1e-3). The error's .fit is the last good state."
         )
-        if algorithm is self.prepared.algorithm:
+        if algorithm is not self.prepared.mode:
             error.fit = self._fit(server, states, at)
         raise error
 
     def _bad_sites(self, algorithm: FederatedAlgorithm, name: str, server: Any, state: Any) -> Iterable[str]:
         split, data = self.prepared.split, self.stack.data(name)
-        if algorithm is self.prepared.algorithm:
+        if algorithm is not self.prepared.mode:
+            server = server.server if isinstance(server, Held) else server
             z, z_local, theta = self.method.point(split, server, state, data)
         else:
             z, z_local, theta = jnp.zeros(split.dim), split.zeros_local(data.mask), split.theta

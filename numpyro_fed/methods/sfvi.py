@@ -29,9 +29,8 @@ from numpyro_fed.guides.traced import initial
 from numpyro_fed.methods.base import Method, Prepared
 from numpyro_fed.optim import DEFAULT, ENCODER, check_optim, with_horizon
 from numpyro_fed.padding import SiloData
-from numpyro_fed.rows import Components, aligned, find_components
+from numpyro_fed.rows import Components, find_components, finder, how_rows_lie
 from numpyro_fed.split_model import SplitModel
-from numpyro_fed.tracing import UNOPTIMISED
 
 Array = Any
 IMPORTANCE_SAMPLES = 10  # per row, where rows are separable
@@ -166,7 +165,7 @@ class SFVI(Method):
             )
         if self.batch_size is not None and guide.arbitrary and guide.local_params:
             guide.take_rows(None, None)  # says why not
-        find = _finder(split)
+        find = finder(split)
         weighting, batching = self._rows(split, stack, find)
         if batching is not None:
             batches.certify(split, stack, batching, find)
@@ -174,7 +173,7 @@ class SFVI(Method):
         notes = {"weighting": weighting, "batching": batching, "find": find}
         return Prepared(split, self.algorithm(split, weighting, batching), mode, notes)
 
-    def default_rounds(self, prepared: Prepared) -> int:
+    def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
         """With one draw a row gradients are noisy, and the locals' coupling takes long to settle."""
         return 20_000 if prepared.split.groups and prepared.notes["weighting"].num == 1 else 5_000
 
@@ -199,7 +198,8 @@ class SFVI(Method):
             weighting = Weighting(self.importance_samples or 1, "whole")
         else:
             found = [jax.device_get(find(b.args, b.mask, stack.shared)) for b in stack.buckets]
-            weighting = self._weighting(split, stack, found)
+            rows = how_rows_lie(split, stack, found)
+            weighting = Weighting(self.importance_samples or (1 if rows == "whole" else IMPORTANCE_SAMPLES), rows)
         if self.batch_size is None:
             return weighting, None
         if weighting.rows == "indexed" and not long:  # a latent that the silo has once joins all its rows
@@ -210,17 +210,6 @@ class SFVI(Method):
                 "one, and here they meet: pass importance_samples=1"
             )
         return weighting, batches.plan(split, stack, weighting, self.batch_size, found)
-
-    def _weighting(self, split: SplitModel, stack: Stack, found: list[Components]) -> Weighting:
-        everywhere_aligned = True
-        for bucket, components in zip(stack.buckets, found, strict=True):
-            if not bool(np.all(components.separable)):
-                return Weighting(self.importance_samples or 1, "whole")
-            for j in range(len(bucket.names)):
-                each = (SiloData(bucket.args, bucket.mask, ()), components)
-                data, one = jax.tree.map(lambda leaf, j=j: leaf[j], each)
-                everywhere_aligned = everywhere_aligned and aligned(split, data, one)
-        return Weighting(self.importance_samples or IMPORTANCE_SAMPLES, "aligned" if everywhere_aligned else "indexed")
 
     def algorithm(
         self, split: SplitModel, weighting: Weighting, batching: Batching | None = None
@@ -445,7 +434,7 @@ class SFVI(Method):
 
     def weighting(self, split: SplitModel, stack: Stack) -> Weighting:
         """How the bound weighs the rows of these silos."""
-        return self._rows(split, stack, _finder(split))[0]
+        return self._rows(split, stack, finder(split))[0]
 
     def elbo(
         self, split: SplitModel, weighting: Weighting, stack: Stack, server: ServerState, silos: tuple, key: Array
@@ -472,14 +461,3 @@ def _long_format(split: SplitModel) -> bool:
     """Whether local latents lie along another axis than the observations."""
     observed = {axis for s in split.partition.sites if s.role in ("observed", "factor") for axis, _ in s.axes}
     return bool({axis for group in split.groups for axis, _ in group.axes} - observed)
-
-
-def _finder(split: SplitModel) -> Any:
-    """The components of all silos of a bucket, compiled: (args, mask, shared) -> Components, stacked."""
-
-    def one(args: Any, mask: Any, shared: Any) -> Components:
-        key = jax.random.key(0)
-        z = 0.1 * jax.random.normal(key, (split.dim,))
-        return find_components(split, key, SiloData(args, mask, shared), z, split.theta)
-
-    return jax.jit(jax.vmap(one, in_axes=(0, 0, None)), compiler_options=UNOPTIMISED)

@@ -122,7 +122,7 @@ class SFVIAvg(SFVI):
     def steps_per_round(self) -> int:
         return self.local_steps
 
-    def default_rounds(self, prepared: Prepared) -> int:
+    def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
         return 50
 
     def prepare(self, split: SplitModel, stack: Stack) -> Prepared:

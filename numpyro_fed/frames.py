@@ -1,0 +1,125 @@
+r"""A silo's locals near a point of the globals.
+
+At :math:`z_G = c` each local row has a mode, a curvature and a slope; so near c the row is about
+
+.. math:: z_L = \mu + C (z_G - c) + R \epsilon, \qquad C = \partial \mu / \partial z_G, \quad R R^\top = H^{-1}
+
+This one object centres quadrature, proposes to importance sampling, whitens a sampler and starts a guide. Newton's
+method finds it, row by row, from wherever it was before.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_fed.padding import SiloData
+from numpyro_fed.split_model import SplitModel
+
+Array = Any
+FLAT = 1e-4  # the least curvature of a row, in units of its prior
+
+
+class Frame(NamedTuple):
+    """The locals around ``centre``; padded rows, and elements that a mask leaves out, have a root of one."""
+
+    centre: Array  # (d,)
+    loc: dict[str, Array]  # {group: (rows, k)}
+    coupling: dict[str, Array]  # {group: (rows, k, d)}
+    root: dict[str, Array]  # {group: (rows, k, k)}: lower triangular
+    curvature: dict[str, Array]  # {group: (rows, k)}: of each element, the others held
+
+    def mean(self, z: Array) -> dict[str, Array]:
+        """The locals' centre at another z."""
+        return {g: self.loc[g] + self.coupling[g] @ (z - self.centre) for g in self.loc}
+
+    def at(self, z: Array, eps: dict[str, Array]) -> dict[str, Array]:
+        """Locals from standard normals {group: (rows, k)}."""
+        mean = self.mean(z)
+        return {g: mean[g] + jnp.einsum("rij,rj->ri", self.root[g], eps[g]) for g in mean}
+
+    def log_det(self) -> dict[str, Array]:
+        """Log determinant of each row's root, {group: (rows,)}."""
+        return {g: jnp.sum(jnp.log(jnp.diagonal(root, axis1=1, axis2=2)), axis=1) for g, root in self.root.items()}
+
+
+def empty_frame(split: SplitModel, data: SiloData) -> Frame:
+    """Standard normals: where nothing is known yet."""
+    zeros = split.zeros_local(data.mask)
+    return Frame(
+        jnp.zeros(split.dim),
+        zeros,
+        {g: jnp.zeros((*value.shape, split.dim)) for g, value in zeros.items()},
+        {g: jnp.broadcast_to(jnp.eye(value.shape[1]), (*value.shape, value.shape[1])) for g, value in zeros.items()},
+        jax.tree.map(jnp.ones_like, zeros),
+    )
+
+
+def fit_frame(split: SplitModel, z: Array, theta: dict, loc: dict, data: SiloData, steps: Any) -> Frame:
+    """Newton's method on the locals of a silo, given the globals, row by row, from ``loc``.
+
+    A row's curvature is found by moving all rows of a group at once: exact when rows are independent given z_G. Where
+    they are not, the step is still uphill, and its length is searched.
+    """
+    # padded rows, and elements that a mask leaves out, stay where they are with a scale of one
+    active = split.evaluate(z, loc, theta, data).active
+
+    def density(z_local: dict, z: Array = z) -> Array:
+        return split.log_silo(z, z_local, theta, data)
+
+    gradient = jax.grad(density)
+
+    def curvature(z_local: dict) -> dict[str, tuple[Array, Array]]:
+        """Eigenvalues (made positive) and vectors of each row's negative Hessian."""
+        out = {}
+        for group in split.groups:
+
+            def column(a: Array, group: Any = group) -> Array:
+                tangent = {g: jnp.zeros_like(value) for g, value in z_local.items()}
+                tangent[group.name] = tangent[group.name].at[:, a].set(1.0)
+                return jax.jvp(gradient, (z_local,), (tangent,))[1][group.name]
+
+            hessian = -jnp.moveaxis(jax.vmap(column)(jnp.arange(group.size)), 0, -1)
+            hessian = 0.5 * (hessian + jnp.swapaxes(hessian, -1, -2))
+            real = active[group.name]
+            hessian = jnp.where(real[:, :, None] & real[:, None, :], hessian, jnp.eye(group.size))
+            if group.size == 1:
+                values, vectors = hessian[..., 0], jnp.ones_like(hessian)
+            else:
+                values, vectors = jnp.linalg.eigh(hessian)
+            out[group.name] = (jnp.maximum(jnp.abs(values), FLAT), vectors)
+        return out
+
+    def solve(spectrum: tuple[Array, Array], right: Array) -> Array:
+        values, vectors = spectrum
+        return jnp.einsum("rij,rj->ri", vectors, jnp.einsum("rji,rj->ri", vectors, right) / values)
+
+    lengths = jnp.array([1.0, 0.3, 0.05, 0.0])
+
+    def improve(_: int, z_local: dict) -> dict:
+        spectrum, slope = curvature(z_local), gradient(z_local)
+        step = {g: jnp.where(active[g], solve(spectrum[g], slope[g]), 0.0) for g in z_local}
+
+        def at(length: Array) -> dict:
+            return jax.tree.map(lambda value, s: value + length * s, z_local, step)
+
+        values = jax.lax.map(lambda length: density(at(length)), lengths)
+        values = jnp.where(jnp.isfinite(values), values, -jnp.inf)
+        best = jnp.max(values)
+        # the longest step that is as good as the best up to rounding: near the mode all are, and Newton's is right
+        return at(lengths[jnp.argmax(values >= best - 1e-6 * (1 + jnp.abs(best)))])
+
+    loc = jax.lax.fori_loop(0, steps, improve, loc)
+    spectrum = curvature(loc)
+    cross = jax.vmap(lambda e: jax.jvp(lambda z: jax.grad(density)(loc, z), (z,), (e,))[1])(jnp.eye(split.dim))
+    coupling, root, diagonal = {}, {}, {}
+    for group in split.groups:
+        values, vectors = spectrum[group.name]
+        solved = jax.vmap(lambda right, s=spectrum[group.name]: solve(s, right))(cross[group.name])
+        coupling[group.name] = jnp.moveaxis(jnp.where(active[group.name], solved, 0.0), 0, -1)
+        diagonal[group.name] = jnp.einsum("rij,rj,rij->ri", vectors, values, vectors)
+        if group.size == 1:
+            root[group.name] = jax.lax.rsqrt(values)[..., None]
+        else:
+            root[group.name] = jnp.linalg.cholesky(jnp.einsum("rij,rj,rkj->rik", vectors, 1 / values, vectors))
+    return Frame(z, loc, coupling, root, diagonal)

@@ -1,0 +1,51 @@
+"""Expectation propagation (FedEP), and stochastic expectation propagation (FedSEP): Guo et al. 2023."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from numpyro_fed.methods.factorised import Factorised
+from numpyro_fed.solvers import HMC, Importance, Solver, as_solver
+from numpyro_fed.split_model import SplitModel
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class EP(Factorised):
+    """Expectation propagation: every silo matches the moments of its tilted distribution.
+
+    Args:
+        model: an ordinary NumPyro model, called as ``model(**silos[name])``.
+        family: ``"full"``, ``"diagonal"`` or ``"identity"`` (one variance): the normal over the unconstrained globals.
+        damping: the share of a proposed change that the server accepts, in (0, 1]. By default 1 for exact solvers when
+            all silos speak or one after another, 0.5 where cohorts are drawn or messages are stale, and falling with
+            the number of visits where the solver draws samples.
+        solver: how a silo finds moments: ``"is"`` (importance sampling on fixed points; the default in up to 20
+            dimensions where locals can be integrated row by row), ``"hmc"`` (the default otherwise), ``"nuts"``,
+            ``"laplace"``, or an object such as ``nf.solvers.HMC(num_chains=100)``.
+        server_optim: an optax optimiser over the natural parameters, as adaptive damping; sites move with the posterior.
+        tolerance: the run stops early when in a sweep over all silos no mean moves by this many sds (nor the
+            symmetrised KL by as much); 0 never does.
+        local, shared: names of sites or plates, where the automatic partition is to be overridden.
+
+    Example:
+        >>> fit = nf.EP(model).run(jax.random.key(0), silos)  # doctest: +SKIP
+    """
+
+    def _check_solver(self, solver: Any) -> Solver:
+        return as_solver(solver)
+
+    def _default_solver(self, split: SplitModel, quadrature: bool) -> Solver:
+        few = split.dim <= Importance.most_dims
+        return Importance() if few and quadrature else HMC()
+
+
+@dataclass(frozen=True)
+class SEP(EP):
+    """EP with stateless silos: one site for all, of which a silo takes out its share n_j / N.
+
+    The server holds the prior and the product of all factors, whatever the number of silos. The answer is that of EP
+    where silos are alike, and close to it where they are not. Arguments as for :class:`EP`.
+    """
+
+    tied = True

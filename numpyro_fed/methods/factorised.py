@@ -1,0 +1,465 @@
+r"""EP and PVI: one algebra, two projections.
+
+The posterior is a product of sites (:mod:`numpyro_fed.sites`), one a silo. Each round the server broadcasts q and sends
+every silo its own site; a silo takes its site out (the cavity), puts its factor in (the tilted distribution), projects
+that onto the family with a solver (:mod:`numpyro_fed.solvers`), and returns what should change, new / q. The server adds
+as much of it as it accepts to that silo's site.
+
+A few rounds are enough, and a round's message is O(d^2) numbers (O(d) without correlations), whatever the data.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed import schedules, sites, start
+from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.engines.base import Stack, identities
+from numpyro_fed.families import Natural, as_family, product, quotient, single
+from numpyro_fed.frames import Frame
+from numpyro_fed.guides.local import draw_rows
+from numpyro_fed.methods.base import Method, Prepared
+from numpyro_fed.optim import check_optim
+from numpyro_fed.padding import SiloData
+from numpyro_fed.partition import PartitionError
+from numpyro_fed.prior import normal_prior
+from numpyro_fed.rows import find_components, finder, how_rows_lie
+from numpyro_fed.sites import Sites
+from numpyro_fed.solvers import Ask, Solver
+from numpyro_fed.solvers.factor import DRAWS, NODES, Marginal, plain_factor, silo_factor, start_frame
+from numpyro_fed.split_model import SplitModel
+
+Array = Any
+MOST_DENSE = 500  # dimensions in which a matrix of natural parameters is still a good idea
+
+
+class Server(NamedTuple):
+    sites: Sites
+    visits: Array  # int (J,): how often each silo was heard
+    values: Array  # (J + 1,): log E_q[f / t] of each silo's factor, as last heard, and of the prior
+    step: Array  # how much of a change is accepted
+    first_step: Array  # how much of a silo's first
+    calming: Array  # bool: steps fall with visits, as solvers' noise asks for
+    opt_state: Any
+    own: Any  # what the solver keeps for the prior
+
+
+class SiloState(NamedTuple):
+    """Private to the silo."""
+
+    frame: Any  # where locals are looked for
+    kept: Any  # locals given the globals, for draws
+    own: Any  # what the solver keeps
+    components: Any
+
+
+class Sent(NamedTuple):
+    """All that a silo receives, with its own site."""
+
+    q: Natural
+    settling: Array  # bool: not every silo has been heard yet
+
+
+class Message(NamedTuple):
+    """All that leaves a silo: how its site should change."""
+
+    change: Natural
+    value: Array  # log E_q[f / t]
+    ess: Array  # effective share of the solver's points
+    ok: Array  # bool: the solver trusts its answer
+
+
+@dataclass(frozen=True)
+class Factorised(Method):
+    """What EP, SEP and PVI share; the fields are described there."""
+
+    family: Any = "full"
+    damping: float | None = None
+    solver: Any = None
+    server_optim: Any = None
+    tolerance: float = 0.01
+    local: Any = None
+    shared: Any = None
+
+    tied = False  # one site for all, of which each silo owns a share
+    sweeps = 8  # by default, at most
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        as_family(self.family)
+        if self.solver is not None:
+            self._check_solver(self.solver)
+        if self.damping is not None and not (isinstance(self.damping, int | float) and 0 < self.damping <= 1):
+            raise ValueError(f"damping is the share of a change that is accepted, in (0, 1], got {self.damping!r}")
+        if not isinstance(self.tolerance, int | float) or self.tolerance < 0:
+            raise ValueError(f"tolerance must be a number of at least 0, got {self.tolerance!r}")
+        if self.server_optim is not None:
+            check_optim(self.server_optim, "server_optim")
+
+    # --- what the subclasses say ------------------------------------------------------------------------------------
+
+    def _check_solver(self, solver: Any) -> Solver:
+        raise NotImplementedError
+
+    def _default_solver(self, split: SplitModel, quadrature: bool) -> Solver:
+        raise NotImplementedError
+
+    # --- what the base class asks for -------------------------------------------------------------------------------
+
+    accepts_stale = True
+    stops = True
+
+    def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
+        self._check_model(split)
+        find = finder(split)
+        solver, marginal = self._choose(split, stack, find)
+        prior = normal_prior(split, as_family(self.family))
+        shares = self._shares(split, stack) if self.tied else None
+        algorithm = self.algorithm(split, solver, marginal, prior, stack.names, shares)
+        return Prepared(split, algorithm, None, {"solver": solver, "marginal": marginal, "find": find, "prior": prior})
+
+    def _check_model(self, split: SplitModel) -> None:
+        name = type(self).__name__
+        if split.theta:
+            raise PartitionError(
+                f"nf.{name} has no way to learn numpyro.param {', '.join(map(repr, split.theta))}: give it a prior "
+                "(numpyro.sample), or use nf.SFVI, which learns params"
+            )
+        if split.dim == 0:
+            raise PartitionError(
+                f"nf.{name} approximates the globals' posterior, and this model has no global latents: each silo is a "
+                "problem of its own (nf.Independent)"
+            )
+        if as_family(self.family).kind == "full" and split.dim > MOST_DENSE:
+            raise PartitionError(
+                f"the model has {split.dim} global dimensions, too many for a full covariance: pass family='diagonal'"
+            )
+
+    def suits(self, prepared: Prepared, stack: Stack) -> bool:
+        """Which term belongs to which row depends on the values of index arguments, not on shapes alone."""
+        notes = prepared.notes
+        return (notes["solver"], notes["marginal"]) == self._choose(prepared.split, stack, notes["find"])
+
+    def _choose(self, split: SplitModel, stack: Stack, find: Any) -> tuple[Solver, Marginal]:
+        """The solver, and how locals are integrated out."""
+        rows, joined = "whole", True
+        if split.groups:
+            found = [jax.device_get(find(b.args, b.mask, stack.shared)) for b in stack.buckets]
+            rows = how_rows_lie(split, stack, found)
+            joined = any(_joined(one.rows) for one in found)
+        size = max((group.size for group in split.groups), default=0)
+        quadrature = bool(split.groups) and rows != "whole" and not joined and size in NODES
+        given = None if self.solver is None else self._check_solver(self.solver)
+        solver = self._default_solver(split, quadrature or not split.groups) if given is None else given
+        if not split.groups:
+            return solver, Marginal("none")
+        samples = solver.name in ("hmc", "nuts")
+        kind = solver.marginal or ("joint" if samples else "quadrature" if quadrature else "iw")
+        if kind == "quadrature" and not quadrature:
+            raise ValueError(
+                "quadrature needs rows of one or two local latents that do not meet in a term; here "
+                + ("rows meet" if rows == "whole" or joined else f"a row has {size}")
+                + ": use nf.solvers.HMC(), or marginal='iw'"
+            )
+        if kind == "joint" and not samples:
+            raise ValueError("marginal='joint' samples the locals with the globals: use nf.solvers.HMC() or NUTS()")
+        default = {"quadrature": NODES.get(size, 1), "iw": DRAWS, "joint": 1}[kind]
+        return solver, Marginal(kind, solver.num_nodes or default, rows)
+
+    def _shares(self, split: SplitModel, stack: Stack) -> np.ndarray:
+        """Each silo's share of the observations."""
+        observed = [s for s in split.partition.sites if s.role in ("observed", "factor") and not s.at_server]
+        names = {axis for site in observed for axis, _ in site.axes}
+        count = {
+            name: max([sum(axis.lengths[name] for axis in split.partition.axes if axis.name in names), 1])
+            for name in stack.names
+        }
+        sizes = np.array([count[name] for name in stack.names], np.float64)
+        return sizes / sizes.sum()
+
+    def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
+        return self.sweeps * sweep
+
+    def with_schedule(self, prepared: Prepared, server: Server, schedule: Any, names: tuple[str, ...]) -> Server:
+        """Steps that suit the schedule: shorter where messages are stale or few silos speak for all."""
+        solver, family = prepared.notes["solver"], as_family(self.family)
+        partial = schedules.stale(schedule) or isinstance(schedule, schedules.Sampled)
+        longest = solver.step(prepared.split.dim, family)
+        step = min(0.5 if partial else 1.0, longest) if self.damping is None else self.damping
+        first = longest if self.damping is None else self.damping
+        calming = self.damping is None and solver.noisy and not isinstance(schedule, schedules.Sequential)
+        with jax.enable_x64(True):
+            both = jnp.asarray(step, jnp.float64), jnp.asarray(first, jnp.float64)
+            return server._replace(step=both[0], first_step=both[1], calming=jnp.asarray(calming))
+
+    def settled(self, history: dict[str, np.ndarray], sweep: int) -> bool:
+        """Whether the posterior has stopped moving: over the last sweep no round shifted a mean by ``tolerance`` sds."""
+        if not self.tolerance or len(history["shift"]) < 2 * sweep:
+            return False
+        shift, divergence = (np.sum(history[name][-sweep:]) for name in ("shift", "divergence"))
+        return bool(shift < self.tolerance and divergence < self.tolerance)
+
+    def algorithm(
+        self,
+        split: SplitModel,
+        solver: Solver,
+        marginal: Marginal,
+        prior: Any,
+        names: tuple[str, ...],
+        shares: np.ndarray | None,
+    ) -> FederatedAlgorithm:
+        """The method as pure functions; see :mod:`numpyro_fed.algorithm`."""
+        family, d, num = as_family(self.family), split.dim, len(names)
+        optim = self.server_optim
+
+        def init(key: Array) -> Server:
+            flat = family.flat(d)
+            if self.tied:
+                each = flat
+            else:
+                each = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num, *leaf.shape)), flat)
+            values = jnp.zeros(num + 1).at[-1].set(prior.log_constant)
+            with jax.enable_x64(True):
+                opt_state = () if optim is None else optim.init(flat)
+                step = jnp.ones((), jnp.float64)
+            visits = jnp.zeros(num, jnp.int32)
+            return Server(
+                Sites(prior.factor, each),
+                visits,
+                values,
+                step,
+                step,
+                jnp.zeros((), bool),
+                opt_state,
+                solver.start(family, d),
+            )
+
+        def broadcast(key: Array, server: Server) -> Broadcast:
+            q = sites.posterior(server.sites, self.tied)
+            settling = jnp.any(server.visits == 0) | ~family.proper(q)
+            return Broadcast(Sent(family.pack(q), settling), family.pack(sites.of(server.sites, shares)))
+
+        def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
+            frame, found = start_frame(split, data), None
+            if marginal.rows == "indexed":
+                z = 0.1 * jax.random.normal(jax.random.key(0), (d,))
+                found = find_components(split, jax.random.key(0), data, z, split.theta)
+            return SiloState(frame, frame, solver.start(family, d), found)
+
+        def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
+            sent = broadcast.common
+            q = family.unpack(sent.q)
+            ask = Ask(family, q, family.unpack(broadcast.each), sent.settling, not self.tied)
+            factor = silo_factor(split, marginal, data, silo.components)
+            found = solver.solve(key, ask, factor, silo.frame, silo.own)
+            change = quotient(found.natural, q)
+            fine = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves((change, found.frame))]
+            ok = jnp.all(jnp.stack(fine)) & found.ok & family.proper(found.natural)
+            keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(jnp.all(jnp.stack(fine)), a, b), new, old)
+            frame, kept = keep(found.frame, silo.frame), silo.kept
+            if split.groups:
+                kept = factor.moments(frame.centre, frame, factor.nodes(None)) if found.kept is None else found.kept
+                kept = keep(kept, silo.kept)
+            value = jnp.where(jnp.isfinite(found.value), found.value, 0.0)
+            message = Message(family.pack(change), value, found.ess, ok)
+            return message, SiloState(frame, kept, keep(found.own, silo.own), silo.components)
+
+        def aggregate(messages: Message, cohort: Cohort) -> tuple[Message, Array]:
+            return messages, jnp.asarray(cohort.index)
+
+        def server_step(key: Array, server: Server, arrived: tuple[Message, Array]) -> tuple[Server, dict]:
+            messages, index = arrived
+            old = sites.posterior(server.sites, self.tied)
+            changes = jax.vmap(family.unpack)(messages.change)
+            values, ok = server.values.at[index].set(messages.value), messages.ok
+            own, own_change = server.own, family.flat(d)
+            own_ok = jnp.ones((), bool)
+            if not prior.exact:
+                ask = Ask(family, old, server.sites.prior, jnp.zeros((), bool))
+                found = solver.solve(key, ask, plain_factor(lambda z: split.log_prior(z, split.theta)), (), own)
+                own, own_change = found.own, quotient(found.natural, old)
+                own_ok = found.ok & family.proper(found.natural)
+                values = values.at[-1].set(jnp.where(jnp.isfinite(found.value), found.value, 0.0))
+            with jax.enable_x64(True):
+                both = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), changes, own_change)
+                ok = jnp.append(ok, own_ok)
+                visits = jnp.append(server.visits[index], jnp.max(server.visits))
+                calm = jnp.where(server.calming, 1 / (1 + 0.5 * visits.astype(jnp.float64)), 1.0)
+                steps = jnp.where(visits == 0, server.first_step, server.step * calm)
+            if optim is None:
+                accepted = sites.steps_within(family, old, both, steps, ok)
+                moves, opt_state = sites.scaled(jax.tree.map(lambda leaf: sites.zeroed(leaf, ok), both), accepted), ()
+            else:
+                moves, opt_state, accepted = self._optimised(server, old, both, steps, ok)
+            each, last = jax.tree.map(lambda m: m[:-1], moves), jax.tree.map(lambda m: m[-1], moves)
+            with jax.enable_x64(True):
+                if self.tied:
+                    moved = jax.tree.map(lambda s, m: s + jnp.sum(m, axis=0), server.sites.each, each)
+                else:
+                    moved = jax.tree.map(lambda s, m: s.at[index].add(m), server.sites.each, each)
+            now = Sites(product(server.sites.prior, last), moved)
+            new = sites.posterior(now, self.tied)
+            far = single(sites.movement(family, old, new))
+            heard = accepted[:-1] > 0
+            normaliser = jnp.where(family.proper(old), single(family.log_normaliser(old)), 0.0)
+            info = {
+                "loss": -(normaliser + jnp.sum(values)),
+                "divergence": far.divergence,
+                "shift": far.shift,
+                "ess": jnp.min(messages.ess),
+                "skipped": jnp.sum(~heard),
+            }
+            server = server._replace(
+                sites=now,
+                visits=server.visits.at[index].add(heard.astype(jnp.int32)),
+                values=values,
+                opt_state=opt_state,
+                own=own,
+            )
+            return server, info
+
+        return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+
+    def _optimised(self, server: Server, q: Natural, changes: Natural, steps: Array, ok: Array) -> tuple:
+        """The server's optimiser moves q; the sites that were heard move with it, so that their product is still q.
+
+        Each takes its own change, and an equal part of what the optimiser adds to (or leaves out of) their sum.
+        """
+        family = as_family(self.family)
+        changes = jax.tree.map(lambda leaf: sites.zeroed(leaf, ok), changes)
+        with jax.enable_x64(True):
+            total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), changes)
+            update, opt_state = self.server_optim.update(jax.tree.map(jnp.negative, total), server.opt_state, q)
+            share = ok / jnp.maximum(jnp.sum(ok), 1)
+            rest = jax.tree.map(lambda u, t: server.step * u - t, update, total)
+            moves = jax.tree.map(
+                lambda c, r: c + share.reshape(-1, *(1,) * r.ndim).astype(jnp.float64) * r, changes, rest
+            )
+            moves = jax.tree.map(lambda m: jnp.where(jnp.any(ok), m, 0.0), moves)
+            combined = jax.tree.map(lambda m: jnp.sum(m, axis=0)[None], moves)
+        factor = sites.steps_within(family, q, combined, jnp.ones(1), jnp.ones(1, bool))
+        with jax.enable_x64(True):
+            moves = jax.tree.map(lambda m: factor[0] * m, moves)
+            return moves, opt_state, jnp.where(ok, factor[0], 0.0)
+
+    # --- starts -----------------------------------------------------------------------------------------------------
+
+    def adopt(self, split: SplitModel, server: Server, silos: tuple, found: start.Found) -> tuple[Server, tuple]:
+        """Sites, equal parts, whose product with the prior is what another method found."""
+        family, num = as_family(self.family), server.visits.shape[0]
+        root = np.diag(np.asarray(found.sd)) if found.chol is None else np.asarray(found.chol)
+        q = family.project(np.asarray(found.loc), np.asarray(root @ root.T, np.float64))
+        rest = quotient(q, server.sites.prior)
+        with jax.enable_x64(True):
+            if self.tied:
+                each = rest
+            else:
+                each = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf / num, (num, *leaf.shape)), rest)
+        server = server._replace(sites=server.sites._replace(each=each), visits=jnp.ones_like(server.visits))
+        if not split.groups or not found.local:
+            return server, silos
+
+        def begin(state: SiloState, mode: start.SiloState) -> SiloState:
+            root = {g: jax.vmap(jnp.diag)(scale) for g, scale in mode.scale.items()}
+            curvature = jax.tree.map(lambda scale: scale**-2, mode.scale)
+            coupling = mode.coupling or state.frame.coupling
+            frame = Frame(found.loc, mode.loc, coupling, root, curvature)
+            return state._replace(frame=frame, kept=frame)
+
+        return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, found.local, strict=True))
+
+    def found(self, split: SplitModel, server: Server, silos: tuple) -> start.Found:
+        """A fit of this method as the start of another run."""
+        family, q = as_family(self.family), self.q(server)
+        mean, root = single(family.moments(q))
+        full = root if root.ndim == 2 else jnp.diag(root)
+        precision = single(family.dense(q).precision)
+
+        def one(state: SiloState) -> start.SiloState:
+            kept = state.kept
+            scale = {g: jnp.sqrt(jnp.sum(r**2, axis=-1)) for g, r in kept.root.items()}
+            return start.SiloState(kept.mean(mean), scale, kept.coupling)
+
+        local = tuple(jax.vmap(one)(state) for state in silos) if split.groups else ()
+        sd = jax.lax.rsqrt(jnp.diagonal(precision))
+        return start.Found(mean, full, sd, dict(split.theta), {}, local)
+
+    # --- what a fit asks for ----------------------------------------------------------------------------------------
+
+    def q(self, server: Server) -> Natural:
+        """The posterior of the globals."""
+        return sites.posterior(server.sites, self.tied)
+
+    def normal(self, split: SplitModel, server: Server) -> tuple[Array, Array]:
+        """Mean and covariance of the unconstrained globals, float64."""
+        family = as_family(self.family)
+        q = self.q(server)
+        cov = np.asarray(family.covariance(q))
+        return np.asarray(family.mean(q)), cov if cov.ndim == 2 else np.diag(cov)
+
+    def theta(self, server: Server) -> dict[str, Array]:
+        return {}
+
+    def sample_global(self, split: SplitModel, server: Server, key: Array) -> Array:
+        return as_family(self.family).sample(key, self.q(server))
+
+    def sample_local(
+        self,
+        split: SplitModel,
+        server: Server,
+        silo: SiloState,
+        key: Array,
+        z: Array,
+        mask: dict[str, Array],
+        data: SiloData | None = None,
+    ) -> dict[str, Array]:
+        """One draw of a silo's locals given z_G = z."""
+        if not split.groups:
+            return {}
+        eps = jax.tree.map(lambda leaf: leaf[0], draw_rows(key, split, mask, 1))
+        return silo.kept.at(z, eps)
+
+    def point(self, split: SplitModel, server: Server, silo: Any, data: SiloData) -> tuple[Any, dict, dict]:
+        z = single(as_family(self.family).mean(self.q(server)))
+        z = jnp.where(jnp.all(jnp.isfinite(z)), z, 0.0)
+        return z, (silo.frame.mean(z) if split.groups else {}), {}
+
+    def weighting(self, split: SplitModel, stack: Stack) -> Marginal:
+        """How the fit integrates out the locals of these silos."""
+        marginal = self._choose(split, stack, finder(split))[1]
+        return marginal._replace(kind="iw", num=DRAWS) if marginal.kind == "joint" else marginal
+
+    def elbo(
+        self, split: SplitModel, marginal: Marginal, stack: Stack, server: Server, silos: tuple, key: Array
+    ) -> Array:
+        """One draw of the evidence bound of all silos together."""
+        family, q = as_family(self.family), self.q(server)
+        z = family.sample(key, q)
+        mean, root = single(family.moments(q))
+        white = jax.scipy.linalg.solve_triangular(root, z - mean, lower=True) if root.ndim == 2 else (z - mean) / root
+        scale = jnp.abs(jnp.diagonal(root)) if root.ndim == 2 else root
+        log_q = -0.5 * white @ white - jnp.sum(jnp.log(scale)) - 0.5 * split.dim * np.log(2 * np.pi)
+        total = split.log_prior(z, {}) - log_q
+        for bucket, states in zip(stack.buckets, silos, strict=True):
+
+            def one(identity: Array, state: SiloState, args: Any, mask: Any) -> Array:
+                factor = silo_factor(split, marginal, SiloData(args, mask, stack.shared), state.components)
+                return factor.log_f(z, state.frame, factor.nodes(jax.random.fold_in(key, identity)))
+
+            total = total + jnp.sum(jax.vmap(one)(identities(bucket.names), states, bucket.args, bucket.mask))
+        return total
+
+
+def _joined(rows: dict[str, np.ndarray]) -> bool:
+    """Whether rows of several groups share a component, in any silo (first axis)."""
+    groups = list(rows.values())
+    if len(groups) < 2:
+        return False
+    for j in range(groups[0].shape[0]):
+        ids = np.concatenate([np.asarray(g[j]) for g in groups])
+        if len(np.unique(ids)) < len(ids):
+            return True
+    return False

@@ -1,0 +1,136 @@
+r"""Sites: approximate factors, one a silo, all held by the server.
+
+.. math:: q(z_G) = t_0(z_G) \prod_j t_j(z_G)
+
+:math:`t_0` stands for the prior: it is the prior where that is normal, and a site that the server refines for itself
+where it is not. The server damps what silos propose, backs off where the posterior would not be proper, and adds exactly
+what it accepts, so the law above holds after every round, whatever the schedule, the engine or the cohort.
+
+Sites may be indefinite and cavities flat: that is normal, and projecting them would bias the answer. What must be proper
+is the posterior (here) and each tilted distribution (in its silo).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_fed.families import Natural, Normal, double, product, quotient, summed
+
+Array = Any
+HALVINGS = 10
+
+
+class Sites(NamedTuple):
+    """``prior`` is t_0; ``each`` is stacked over silos (of a tied factorisation: the product of all, see `of`)."""
+
+    prior: Natural
+    each: Natural
+
+
+def posterior(sites: Sites, tied: bool = False) -> Natural:
+    """q, from its factors."""
+    return product(sites.prior, sites.each if tied else summed(sites.each))
+
+
+def of(sites: Sites, shares: Array | None) -> Natural:
+    """Every silo's site, stacked; tied sites are shares of one."""
+    if shares is None:
+        return sites.each
+
+    @double
+    def run(each: Natural, shares: Array) -> Natural:
+        return jax.tree.map(lambda leaf: shares.reshape(-1, *(1,) * leaf.ndim) * leaf, each)
+
+    return run(sites.each, shares)
+
+
+def scaled(changes: Natural, steps: Array) -> Natural:
+    """Stacked factors, each to its own power."""
+
+    @double
+    def run(changes: Natural, steps: Array) -> Natural:
+        return jax.tree.map(lambda leaf: steps.reshape(-1, *(1,) * (leaf.ndim - 1)) * leaf, changes)
+
+    return run(changes, steps)
+
+
+def steps_within(family: Normal, q: Natural, changes: Natural, steps: Array, ok: Array) -> Array:
+    """How much of each change (stacked) the server accepts: ``steps`` if the posterior stays proper, else less.
+
+    First all together. If that fails, each change is halved until it would leave the posterior proper on its own (0 when
+    it never does), and then all of them together until the sum does. Proper normals are a convex set, so a J-th of each is
+    always enough: no good message is lost to a bad one. Nothing depends on the order of the silos.
+    """
+    changes = jax.tree.map(lambda leaf: zeroed(leaf, ok), changes)
+    with jax.enable_x64(True):
+        steps = jnp.where(ok, steps, 0.0).astype(jnp.float64)
+
+    def after(steps: Array) -> Natural:
+        return product(q, summed(scaled(changes, steps)))
+
+    def everything(_: None) -> Array:
+        return steps
+
+    def less(_: None) -> Array:
+        with jax.enable_x64(True):
+            halves = 0.5 ** jnp.arange(HALVINGS + 1, dtype=jnp.float64)
+
+        def alone(change: Natural, step: Array) -> Array:
+            with jax.enable_x64(True):
+                tries = halves * step
+                proper = jax.vmap(lambda s: family.proper(jax.tree.map(lambda a, b: a + s * b, q, change)))(tries)
+                return jnp.where(jnp.any(proper), tries[jnp.argmax(proper)], 0.0)
+
+        own = jax.vmap(alone)(changes, steps)
+
+        def improper(carry: tuple) -> Array:
+            count, factor = carry
+            with jax.enable_x64(True):
+                return (count < 3 * HALVINGS) & ~family.proper(after(factor * own))
+
+        def halve(carry: tuple) -> tuple:
+            count, factor = carry
+            with jax.enable_x64(True):
+                return count + 1, 0.5 * factor
+
+        with jax.enable_x64(True):
+            begin = jnp.zeros((), jnp.int32), jnp.ones((), jnp.float64)
+        _, factor = jax.lax.while_loop(improper, halve, begin)
+        with jax.enable_x64(True):
+            accepted = factor * own
+            return jnp.where(family.proper(after(accepted)), accepted, 0.0)
+
+    return jax.lax.cond(family.proper(after(steps)), everything, less, None)
+
+
+def zeroed(leaf: Array, ok: Array) -> Array:
+    """Changes that are not to be trusted are left out; NaN times zero would stay NaN."""
+    with jax.enable_x64(True):
+        return jnp.where(ok.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, 0.0)
+
+
+class Movement(NamedTuple):
+    """How far the posterior moved."""
+
+    divergence: Array  # symmetrised KL
+    shift: Array  # the largest of a mean, in sds
+
+
+def movement(family: Normal, old: Natural, new: Natural) -> Movement:
+    """From one proper posterior to another; infinite where one is not proper."""
+    both = family.proper(old) & family.proper(new)
+    divergence = family.kl(old, new), family.kl(new, old)
+    means, sds = (family.mean(old), family.mean(new)), family.sds(new)
+
+    @double
+    def run(kl: tuple, means: tuple, sds: Array) -> Movement:
+        shift = jnp.max(jnp.abs(means[1] - means[0]) / sds)
+        return Movement(jnp.where(both, kl[0] + kl[1], jnp.inf), jnp.where(both, shift, jnp.inf))
+
+    return run(divergence, means, sds)
+
+
+def cavity(q: Natural, site: Natural) -> Natural:
+    """The posterior without a silo's site."""
+    return quotient(q, site)

@@ -1,0 +1,35 @@
+"""What a silo does with its factor: a way to integrate out its locals, and a projection onto the family."""
+
+from typing import Any
+
+from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.gradient import Gradient
+from numpyro_fed.solvers.importance import Importance
+from numpyro_fed.solvers.laplace import Laplace
+from numpyro_fed.solvers.natural import NaturalGradient
+from numpyro_fed.solvers.samplers import HMC, NUTS
+
+SOLVERS = {kind.name: kind for kind in (Importance, HMC, NUTS, Laplace, NaturalGradient, Gradient)}
+
+
+def as_solver(solver: Any) -> Solver:
+    """A solver from its name, or an error that says what to type."""
+    if isinstance(solver, Solver):
+        return solver
+    if isinstance(solver, str) and solver in SOLVERS:
+        return SOLVERS[solver]()
+    raise ValueError(f"solver must be one of {', '.join(map(repr, SOLVERS))} or an nf.solvers object, got {solver!r}")
+
+
+__all__ = [
+    "HMC",
+    "NUTS",
+    "Ask",
+    "Gradient",
+    "Importance",
+    "Laplace",
+    "NaturalGradient",
+    "Solved",
+    "Solver",
+    "as_solver",
+]

@@ -1,0 +1,53 @@
+"""What a silo is asked, and what it answers: the interface of all solvers."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from numpyro_fed.families import Natural, Normal
+from numpyro_fed.solvers.factor import Factor
+
+Array = Any
+
+
+class Ask(NamedTuple):
+    """The posterior approximation, the silo's own site in it, and how far things have come."""
+
+    family: Normal
+    q: Natural
+    site: Natural
+    settling: Array  # bool: not every silo has been heard yet, so q says little
+    near: bool = True  # once settled the tilted distribution is near q; not where sites are tied
+
+
+class Solved(NamedTuple):
+    """The family's member nearest to the tilted distribution, q / site x factor."""
+
+    natural: Natural
+    value: Array  # log of the integral of the tilted distribution, with naturals' own constants; float64
+    ess: Array  # effective share of the points or draws, 1 where there are none
+    ok: Array  # bool: it can be trusted
+    frame: Any  # of the locals, where they are looked for next time; private, as all below
+    kept: Any = None  # the locals' mean and covariance given the globals, where the solver found them itself
+    own: Any = ()  # what the solver keeps between rounds
+
+
+@dataclass(frozen=True)
+class Solver:
+    """A way to project a tilted distribution. A frozen value: part of the compiled program."""
+
+    marginal: Any = None  # "quadrature", "iw", "joint" or None: whatever suits the model
+    num_nodes: int | None = None  # per dimension of a row, or draws a row
+    name = ""
+    most_dims: int | None = None
+    noisy = False  # its answers have Monte Carlo error
+
+    def step(self, d: int, family: Normal) -> float:
+        """The longest stable step."""
+        return 1.0
+
+    def start(self, family: Normal, d: int) -> Any:
+        """What the silo keeps between rounds, beside its locals' frame."""
+        return ()
+
+    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
+        raise NotImplementedError

@@ -1,0 +1,113 @@
+r"""Moments by importance sampling on fixed points: EP's default in few dimensions.
+
+With points :math:`e_s` (:mod:`numpyro_fed.solvers.points`) placed by the proposal, :math:`z_s = m + R e_s`,
+
+.. math::
+
+    \log w_s = \log t_{\setminus j}(z_s) + \log f_j(z_s) - \log N(z_s; m, R R^\top), \qquad
+    \tilde m = \sum_s W_s z_s, \quad \tilde C = \sum_s W_s (z_s - \tilde m)(z_s - \tilde m)^\top
+
+The proposal is the posterior as broadcast, whose distance from the tilted distribution is what is sought. As long as
+not every silo has been heard the posterior says little, and the proposal is the Laplace approximation of the tilted
+distribution. A proposal with few effective points is replaced by what it found, a few times.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import logsumexp
+
+from numpyro_fed.families import double, quotient, single
+from numpyro_fed.solvers import coordinates as co
+from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.factor import Factor
+from numpyro_fed.solvers.points import enough_points, normal_points, stable_step
+
+Array = Any
+TRIES = 5
+ENOUGH = 0.5  # of the points effective
+INFLATION = 1.3  # of the covariance of a proposal that follows a bad one
+FEWEST = 512
+
+
+@dataclass(frozen=True)
+class Importance(Solver):
+    """Importance sampling on ``num_points`` fixed points (by default as many as a full step needs to be stable)."""
+
+    num_points: int | None = None
+    name = "is"
+    most_dims = 20
+
+    def points(self, d: int, correlations: bool) -> int:
+        least = FEWEST if d > 1 else FEWEST // 4
+        return max(least, enough_points(d, correlations)) if self.num_points is None else self.num_points
+
+    def step(self, d: int, family: Any) -> float:
+        full = family.kind == "full"
+        return stable_step(d, self.points(d, full), full)
+
+    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
+        family, d = ask.family, ask.q.shift.shape[0]
+        full = family.kind == "full"
+        eps = jnp.asarray(normal_points(d, self.points(d, full)), jnp.zeros(()).dtype)
+        cavity = family.dense(quotient(ask.q, ask.site))
+        nodes = factor.nodes(None)
+        begin = co.coordinates(family, ask.q)
+        if not full:  # the family cannot keep the tilted's correlations, so the silo does
+            begin = jax.tree.map(lambda mine, q: jnp.where(ask.settling, q, mine), own, begin)
+        begin, frame, converged = co.newton(
+            factor, cavity, begin, frame, nodes, jnp.where(ask.settling, co.NEWTON_STEPS, 0)
+        )
+        least = 1 if full and ask.near else 3  # where q is not what it should be, the proposal has to be found
+
+        def unfinished(carry: _Try) -> Array:
+            return (carry.count < TRIES) & ((carry.count < least) | (carry.ess < ENOUGH))
+
+        def attempt(carry: _Try) -> _Try:
+            again = (carry.count > 0) & (carry.ess < ENOUGH)
+            at = co.moved(carry.at, jnp.zeros(d), jnp.where(again, INFLATION**0.5, 1.0) * jnp.eye(d))
+            frame = factor.refit(single(at.mean), carry.frame, co.LOCAL_STEPS)
+            quadratic = co.seen_from(at, cavity)
+            places = single(co.placed(at, eps))
+            log_f = jax.lax.map(lambda z: factor.log_f(z, frame, nodes), places, batch_size=factor.batch_of(len(eps)))
+            log_w = jax.vmap(quadratic)(eps) + log_f + 0.5 * jnp.sum(eps**2, axis=1)
+            log_w = jnp.where(jnp.isfinite(log_w), log_w, -jnp.inf)
+            weight = jax.nn.softmax(log_w)
+            ess = 1 / jnp.sum(weight**2)
+            mean = weight @ eps
+            centred = eps - mean
+            cov = (weight[:, None] * centred).T @ centred
+            # few effective points make a covariance that is too small in most directions
+            few = jnp.clip(1 - ess / (4.0 * d), 0.0, 1.0)
+            cov = (1 - few) * cov + few * jnp.eye(d)
+            found = co.lower(co.moved(at, mean, _root(cov)))
+            value = co.log_evidence(ask, at, cavity, logsumexp(log_w) - np.log(len(eps)))
+            return _Try(found, frame, ess / len(eps), value, carry.count + 1)
+
+        first = _Try(begin, frame, jnp.zeros(()), jnp.zeros(()), jnp.zeros((), int))
+        last = jax.lax.while_loop(unfinished, attempt, first)
+        return Solved(
+            co.kept(family, last.at), last.value, last.ess, converged, last.frame, own=() if full else last.at
+        )
+
+    def start(self, family: Any, d: int) -> Any:
+        if family.kind == "full":
+            return ()
+        with jax.enable_x64(True):
+            return co.Coordinates(jnp.zeros(d, jnp.float64), jnp.eye(d, dtype=jnp.float64))
+
+
+class _Try(NamedTuple):
+    at: Any
+    frame: Any
+    ess: Array
+    value: Array
+    count: Array
+
+
+@double
+def _root(cov: Array) -> Array:
+    return jnp.linalg.cholesky(0.5 * (cov + cov.T))

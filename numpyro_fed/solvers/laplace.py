@@ -1,0 +1,29 @@
+"""The tilted distribution's mode and curvature. Exact where it is normal, quick, and wrong where it is skewed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from numpyro_fed.families import quotient, single
+from numpyro_fed.solvers import coordinates as co
+from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.factor import Factor
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Laplace(Solver):
+    """Laplace's approximation. With ``num_nodes=1`` and locals, that of the joint density (a Schur complement)."""
+
+    name = "laplace"
+
+    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
+        nodes, cavity = factor.nodes(None), ask.family.dense(quotient(ask.q, ask.site))
+        at, frame, converged = co.newton(
+            factor, cavity, co.coordinates(ask.family, ask.q), frame, nodes, jnp.asarray(co.NEWTON_STEPS)
+        )
+        log_mean = factor.log_f(single(at.mean), frame, nodes)  # over a normal in x the curvature integrates to one
+        value = co.log_evidence(ask, at, cavity, log_mean)
+        return Solved(co.kept(ask.family, at), value, jnp.ones(()), converged, frame)

@@ -1,0 +1,131 @@
+r"""Natural gradients of the local free energy: PVI's default.
+
+The free energy of a silo is :math:`E_q[\log f_j] - KL(q \| q / t_j)`, over normal q; its stationary points satisfy
+:math:`t_j = (-E_q \nabla^2 \log f_j,\; E_q \nabla \log f_j - E_q \nabla^2 \log f_j\, m)` in natural parameters (P, h).
+With whitened points :math:`z_s = m + R x_s` and gradients :math:`g_s` of :math:`\log f_j` with respect to x, Stein's
+lemma gives both from gradients alone: :math:`-\mathrm{sym}(\overline{g x^\top})` and :math:`\bar g` in coordinates x.
+Where :math:`f_j` is normal one step is exact.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_fed.families import Natural, Normal, double, quotient, single
+from numpyro_fed.solvers import coordinates as co
+from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.factor import Factor
+from numpyro_fed.solvers.points import normal_points
+
+Array = Any
+HALVINGS = 10
+
+
+class _Now(NamedTuple):
+    q: Natural
+    frame: Any
+    value: Array
+    fine: Array
+
+
+@dataclass(frozen=True)
+class NaturalGradient(Solver):
+    """``num_steps`` natural-gradient steps a visit, on ``num_points`` fixed points; a ``rate`` of 1 is undamped."""
+
+    num_points: int = 64
+    num_steps: int = 3
+    rate: float = 1.0
+    name = "natural"
+
+    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
+        family, d = ask.family, ask.q.shift.shape[0]
+        num = max(self.num_points, 2 * d + d % 2)
+        eps = jnp.asarray(normal_points(d, num), jnp.zeros(()).dtype)
+        cavity = quotient(ask.q, ask.site)
+        keys = jax.random.split(jax.random.key(1), num)  # the same in every round, so that the map is deterministic
+        at, frame, converged = co.newton(
+            factor,
+            family.dense(cavity),
+            co.coordinates(family, ask.q),
+            frame,
+            factor.nodes(None),
+            jnp.where(ask.settling, co.NEWTON_STEPS, 0),
+        )
+        begin = jax.tree.map(lambda a, b: jnp.where(ask.settling, a, b), _nearest(family, at), ask.q)
+
+        def improve(_: Any, now: _Now) -> _Now:
+            at = co.coordinates(family, now.q)
+            frame = factor.refit(single(at.mean), now.frame, co.LOCAL_STEPS)
+
+            def one(given: tuple) -> tuple[Array, Array]:
+                key, x = given
+                nodes = factor.nodes(key)
+                return jax.value_and_grad(lambda x: factor.log_f(single(co.placed(at, x)), frame, nodes))(x)
+
+            values, gradients = jax.lax.map(one, (keys, eps), batch_size=factor.batch_of(num))
+            found = _site(family, at, -(gradients.T @ eps) / num, jnp.mean(gradients, axis=0))
+            old = quotient(now.q, cavity)
+            change = quotient(found, old)
+
+            def at_rate(k: Array) -> Natural:
+                with jax.enable_x64(True):
+                    rate = self.rate * 0.5 ** k.astype(jnp.float64)
+                    return jax.tree.map(lambda c, o, x: c + o + rate * x, cavity, old, change)
+
+            tries = jax.vmap(at_rate)(jnp.arange(HALVINGS + 1))
+            proper = jax.vmap(family.proper)(tries)
+            first = jnp.argmax(proper)
+            new = jax.tree.map(lambda t, o: jnp.where(jnp.any(proper), t[first], o), tries, now.q)
+            mean_site = _expected(co.seen_from(at, family.dense(found)), at, family.dense(found))
+            value = jnp.mean(values) - mean_site
+            return _Now(new, frame, value, now.fine & jnp.any(proper))
+
+        last = jax.lax.fori_loop(0, self.num_steps, improve, _Now(begin, frame, jnp.zeros(()), converged))
+        fine = last.fine & family.proper(begin)
+        return Solved(last.q, last.value, jnp.ones(()), fine, last.frame)
+
+
+def _nearest(family: Normal, at: co.Coordinates) -> Natural:
+    """The normal's nearest member of the family by KL(member || normal): conditional variances are kept."""
+    with jax.enable_x64(True):
+        return restricted(family, co.natural(at).precision, jnp.zeros_like(at.mean), at.mean)
+
+
+def restricted(family: Normal, precision: Array, slope: Array, mean: Array) -> Natural:
+    """What the family keeps of a curvature and a slope at a point."""
+
+    @double
+    def run(precision: Array, slope: Array, mean: Array) -> Natural:
+        if family.kind == "full":
+            return Natural(precision, slope + precision @ mean)
+        kept = jnp.diagonal(precision)
+        kept = jnp.mean(kept) if family.kind == "identity" else kept
+        return Natural(kept, slope + kept * mean)
+
+    return run(precision, slope, mean)
+
+
+def _site(family: Normal, at: co.Coordinates, precision: Array, slope: Array) -> Natural:
+    @double
+    def run(precision: Array) -> Array:
+        return 0.5 * (precision + precision.T)
+
+    found = co.factor_from(at, run(precision), slope)
+    return restricted(family, found.precision, _difference(found, at.mean), at.mean)
+
+
+@double
+def _difference(factor: Natural, mean: Array) -> Array:
+    return factor.shift - factor.precision @ mean
+
+
+def _expected(quadratic: co.Quadratic, at: co.Coordinates, site: Natural) -> Array:
+    """E[log site] under the normal of ``at``."""
+
+    @double
+    def const(at: co.Coordinates, site: Natural) -> Array:
+        return site.shift @ at.mean - 0.5 * at.mean @ site.precision @ at.mean
+
+    return single(const(at, site)) - 0.5 * jnp.trace(quadratic.precision)
