@@ -52,6 +52,12 @@ def single(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.dtype == jnp.float64 else leaf, tree)
 
 
+def either(condition: Array, a: Any, b: Any) -> Any:
+    """One of two pytrees, whatever the precision of their leaves."""
+    with jax.enable_x64(True):
+        return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+
 @double
 def product(*factors: Natural) -> Natural:
     """The product of factors.

@@ -1,7 +1,7 @@
 """The prior of the globals as a normal factor.
 
-Where the prior is normal in unconstrained space its factor is exact. Where it is not (a HalfCauchy's logarithm, say), it
-starts at the prior's moments and the server refines it like any other site: the target is the user's model, not an
+Where the prior is normal in unconstrained space its factor is exact. Where it is not (a HalfCauchy's logarithm, say),
+it starts at the prior's moments and the server refines it like any other site: the target is the user's model, not an
 approximation of its prior.
 """
 

@@ -3,11 +3,11 @@ r"""Sites: approximate factors, one a silo, all held by the server.
 .. math:: q(z_G) = t_0(z_G) \prod_j t_j(z_G)
 
 :math:`t_0` stands for the prior: it is the prior where that is normal, and a site that the server refines for itself
-where it is not. The server damps what silos propose, backs off where the posterior would not be proper, and adds exactly
-what it accepts, so the law above holds after every round, whatever the schedule, the engine or the cohort.
+where it is not. The server damps what silos propose, backs off where the posterior would not be proper, and adds
+exactly what it accepts, so the law above holds after every round, whatever the schedule, the engine or the cohort.
 
-Sites may be indefinite and cavities flat: that is normal, and projecting them would bias the answer. What must be proper
-is the posterior (here) and each tilted distribution (in its silo).
+Sites may be indefinite and cavities flat: that is normal, and projecting them would bias the answer. What must be
+proper is the posterior (here) and each tilted distribution (in its silo).
 """
 
 from typing import Any, NamedTuple
@@ -58,9 +58,9 @@ def scaled(changes: Natural, steps: Array) -> Natural:
 def steps_within(family: Normal, q: Natural, changes: Natural, steps: Array, ok: Array) -> Array:
     """How much of each change (stacked) the server accepts: ``steps`` if the posterior stays proper, else less.
 
-    First all together. If that fails, each change is halved until it would leave the posterior proper on its own (0 when
-    it never does), and then all of them together until the sum does. Proper normals are a convex set, so a J-th of each is
-    always enough: no good message is lost to a bad one. Nothing depends on the order of the silos.
+    First all together. If that fails, each change is halved until it would leave the posterior proper on its own (0
+    when it never does), and then all of them together until the sum does. Proper normals are a convex set, so a J-th of
+    each is always enough: no good message is lost to a bad one. Nothing depends on the order of the silos.
     """
     changes = jax.tree.map(lambda leaf: zeroed(leaf, ok), changes)
     with jax.enable_x64(True):

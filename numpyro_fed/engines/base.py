@@ -1,5 +1,7 @@
 """What engines share: the silos' stacked data, keys from names, and the size of what crosses."""
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -91,6 +93,32 @@ def stacked(trees: list[Any]) -> Any:
 def strong(tree: Any) -> Any:
     """Arrays whose type does not give way to others': a weakly typed start would compile the same program twice."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf, tree)
+
+
+@lru_cache(maxsize=64)
+def apart(algorithm: FederatedAlgorithm, x64: bool) -> FederatedAlgorithm:
+    """The algorithm, traced in the user's precision wherever an engine's own code is traced in float64.
+
+    Natural parameters are float64 in any program (:mod:`numpyro_fed.families`), and JAX vectorises what it has traced
+    under the precision of the moment: so an engine works in float64, and the model must not notice.
+    """
+
+    def under(function: Callable) -> Callable:
+        def run(*args: Any) -> Any:
+            with jax.enable_x64(x64):
+                return function(*args)
+
+        return run
+
+    once = lambda function: jax.jit(under(function), inline=True)
+    return FederatedAlgorithm(
+        under(algorithm.init),
+        once(algorithm.init_silo),
+        once(algorithm.broadcast),
+        once(algorithm.silo_step),
+        under(algorithm.aggregate),
+        once(algorithm.server_step),
+    )
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:

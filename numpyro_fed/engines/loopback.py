@@ -14,7 +14,7 @@ import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
 from numpyro_fed.engines import wire
-from numpyro_fed.engines.base import SERVER, START, Stack, sent_to, stacked
+from numpyro_fed.engines.base import SERVER, START, Stack, apart, sent_to, stacked
 from numpyro_fed.tracing import digest
 
 
@@ -23,6 +23,11 @@ class Loopback:
     """Silos in a Python loop, every message and broadcast encoded and decoded as over a network."""
 
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
+        algorithm = apart(algorithm, jax.config.jax_enable_x64)
+        with jax.enable_x64(True):
+            return self._start(algorithm, key, stack)
+
+    def _start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
         key = jax.random.fold_in(key, START)
         server_key = jax.random.fold_in(key, SERVER)
         server = _init(algorithm, server_key)
@@ -48,6 +53,21 @@ class Loopback:
         count: int,
         brief: bool = False,
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
+        algorithm = apart(algorithm, jax.config.jax_enable_x64)
+        with jax.enable_x64(True):
+            return self._rounds(algorithm, key, stack, server, silos, first, cohorts, count)
+
+    def _rounds(
+        self,
+        algorithm: FederatedAlgorithm,
+        key: Any,
+        stack: Stack,
+        server: Any,
+        silos: tuple,
+        first: int,
+        cohorts: Any,
+        count: int,
+    ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
         rows = []
         data = {name: stack.data(name) for name in stack.names}
         for i in range(count):
@@ -70,7 +90,7 @@ class Loopback:
                 moved = jax.tree.map(lambda leaf, new, at=at: leaf.at[at].set(new), silos[b], state)
                 silos = (*silos[:b], moved, *silos[b + 1 :])
             server, info = _server_step(
-                algorithm, server_key, server, stacked(messages), jnp.asarray(cohort), len(stack.names)
+                algorithm, server_key, server, stacked(messages), jnp.asarray(cohort, jnp.int32), len(stack.names)
             )
             rows.append({**info, "bytes_up": up, "bytes_down": down})
         return (

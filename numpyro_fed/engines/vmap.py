@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
-from numpyro_fed.engines.base import SERVER, START, Stack, identities, sent_to, silo_keys, strong, zeros
+from numpyro_fed.engines.base import SERVER, START, Stack, apart, identities, sent_to, silo_keys, strong, zeros
 from numpyro_fed.padding import SiloData
 from numpyro_fed.tracing import UNOPTIMISED
 
@@ -24,7 +24,9 @@ class Vmap:
     """All silos of a bucket in one vmapped step; rounds run in a compiled loop. The default."""
 
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
-        return _start(algorithm, stack.names, _bucket_names(stack), key, _arrays(stack), stack.shared)
+        algorithm = apart(algorithm, jax.config.jax_enable_x64)
+        with jax.enable_x64(True):
+            return _start(algorithm, stack.names, _bucket_names(stack), key, _arrays(stack), stack.shared)
 
     def rounds(
         self,
@@ -43,9 +45,11 @@ class Vmap:
         server, silos = strong((server, silos))
         compiled = _brief_rounds if brief else _rounds
         names = stack.names, _bucket_names(stack)
-        server, silos, info = compiled(
-            algorithm, *names, key, _arrays(stack), stack.shared, server, silos, first, cohorts, count
-        )
+        algorithm = apart(algorithm, jax.config.jax_enable_x64)
+        with jax.enable_x64(True):
+            server, silos, info = compiled(
+                algorithm, *names, key, _arrays(stack), stack.shared, server, silos, first, cohorts, count
+            )
         return server, silos, {name: np.asarray(rows)[:count] for name, rows in info.items()}
 
 

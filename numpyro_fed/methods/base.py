@@ -109,8 +109,8 @@ class Method:
 
     stops = False  # whether `settled` may end a run before its last round
 
-    def settled(self, history: dict[str, np.ndarray], sweep: int) -> bool:
-        """Whether nothing moves any more, from the rounds so far."""
+    def settled(self, history: dict[str, np.ndarray]) -> bool:
+        """Whether nothing moves any more, from the last rounds."""
         return False
 
     # --- run --------------------------------------------------------------------------------------------------------
@@ -354,17 +354,12 @@ class _Runner:
                     done += count
                     bar.update(count)
                     bar.set_postfix(loss=f"{float(np.mean(info['loss'][-100:])):.4g}")
-                    if self.method.stops and done < num_rounds and self.method.settled(self._history(), sweep):
+                    if self.method.stops and done < num_rounds and self.method.settled(info):
                         bar.write(f"nothing moves any more after {done} rounds") if self.bar else None
                         break
             except KeyboardInterrupt:
                 bar.write(f"stopped after {done} of {num_rounds} rounds; this is the fit so far")
         return self._fit(server, states, first + done)
-
-    def _history(self) -> dict[str, np.ndarray]:
-        """The rounds of this run so far, those of the start left out."""
-        rounds = [rows for rows in self.history if not rows["start"][0]]
-        return {name: np.concatenate([rows[name] for rows in rounds]) for name in rounds[0]}
 
     def _stop_at_last_good(
         self, algorithm: FederatedAlgorithm, good: tuple, first: int, cohorts: Any, bad: int, sent: Any

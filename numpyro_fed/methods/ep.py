@@ -23,7 +23,7 @@ class EP(Factorised):
         solver: how a silo finds moments: ``"is"`` (importance sampling on fixed points; the default in up to 20
             dimensions where locals can be integrated row by row), ``"hmc"`` (the default otherwise), ``"nuts"``,
             ``"laplace"``, or an object such as ``nf.solvers.HMC(num_chains=100)``.
-        server_optim: an optax optimiser over the natural parameters, as adaptive damping; sites move with the posterior.
+        server_optim: an optax optimiser over the natural parameters, as adaptive damping; sites move with q.
         tolerance: the run stops early when in a sweep over all silos no mean moves by this many sds (nor the
             symmetrised KL by as much); 0 never does.
         local, shared: names of sites or plates, where the automatic partition is to be overridden.

@@ -2,8 +2,8 @@ r"""EP and PVI: one algebra, two projections.
 
 The posterior is a product of sites (:mod:`numpyro_fed.sites`), one a silo. Each round the server broadcasts q and sends
 every silo its own site; a silo takes its site out (the cavity), puts its factor in (the tilted distribution), projects
-that onto the family with a solver (:mod:`numpyro_fed.solvers`), and returns what should change, new / q. The server adds
-as much of it as it accepts to that silo's site.
+that onto the family with a solver (:mod:`numpyro_fed.solvers`), and returns what should change, new / q. The server
+adds as much of it as it accepts to that silo's site.
 
 A few rounds are enough, and a round's message is O(d^2) numbers (O(d) without correlations), whatever the data.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from numpyro_fed import schedules, sites, start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.engines.base import Stack, identities
-from numpyro_fed.families import Natural, as_family, product, quotient, single
+from numpyro_fed.families import Natural, as_family, either, product, quotient, single
 from numpyro_fed.frames import Frame
 from numpyro_fed.guides.local import draw_rows
 from numpyro_fed.methods.base import Method, Prepared
@@ -33,12 +33,14 @@ from numpyro_fed.solvers.factor import DRAWS, NODES, Marginal, plain_factor, sil
 from numpyro_fed.split_model import SplitModel
 
 Array = Any
+UNHEARD = 1e30  # how far a silo that was never heard might move the posterior
 MOST_DENSE = 500  # dimensions in which a matrix of natural parameters is still a good idea
 
 
 class Server(NamedTuple):
     sites: Sites
     visits: Array  # int (J,): how often each silo was heard
+    moving: Array  # (J,): how far the posterior moved, in sds, when each silo was last heard
     values: Array  # (J + 1,): log E_q[f / t] of each silo's factor, as last heard, and of the prior
     step: Array  # how much of a change is accepted
     first_step: Array  # how much of a silo's first
@@ -195,12 +197,9 @@ class Factorised(Method):
             both = jnp.asarray(step, jnp.float64), jnp.asarray(first, jnp.float64)
             return server._replace(step=both[0], first_step=both[1], calming=jnp.asarray(calming))
 
-    def settled(self, history: dict[str, np.ndarray], sweep: int) -> bool:
-        """Whether the posterior has stopped moving: over the last sweep no round shifted a mean by ``tolerance`` sds."""
-        if not self.tolerance or len(history["shift"]) < 2 * sweep:
-            return False
-        shift, divergence = (np.sum(history[name][-sweep:]) for name in ("shift", "divergence"))
-        return bool(shift < self.tolerance and divergence < self.tolerance)
+    def settled(self, history: dict[str, np.ndarray]) -> bool:
+        """Whether the posterior stopped moving: no silo, when last heard, shifted it by ``tolerance`` sds."""
+        return bool(history["moving"][-1] < self.tolerance)
 
     def algorithm(
         self,
@@ -229,6 +228,7 @@ class Factorised(Method):
             return Server(
                 Sites(prior.factor, each),
                 visits,
+                jnp.full(num, UNHEARD),
                 values,
                 step,
                 step,
@@ -258,7 +258,7 @@ class Factorised(Method):
             change = quotient(found.natural, q)
             fine = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves((change, found.frame))]
             ok = jnp.all(jnp.stack(fine)) & found.ok & family.proper(found.natural)
-            keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(jnp.all(jnp.stack(fine)), a, b), new, old)
+            keep = lambda new, old: either(jnp.all(jnp.stack(fine)), new, old)
             frame, kept = keep(found.frame, silo.frame), silo.kept
             if split.groups:
                 kept = factor.moments(frame.centre, frame, factor.nodes(None)) if found.kept is None else found.kept
@@ -300,21 +300,25 @@ class Factorised(Method):
                     moved = jax.tree.map(lambda s, m: s + jnp.sum(m, axis=0), server.sites.each, each)
                 else:
                     moved = jax.tree.map(lambda s, m: s.at[index].add(m), server.sites.each, each)
+                heard = accepted[:-1] > 0
             now = Sites(product(server.sites.prior, last), moved)
             new = sites.posterior(now, self.tied)
             far = single(sites.movement(family, old, new))
-            heard = accepted[:-1] > 0
             normaliser = jnp.where(family.proper(old), single(family.log_normaliser(old)), 0.0)
+            distance = jnp.minimum(jnp.maximum(far.shift, jnp.sqrt(far.divergence)), UNHEARD)
+            moving = server.moving.at[index].set(distance)
             info = {
                 "loss": -(normaliser + jnp.sum(values)),
                 "divergence": far.divergence,
                 "shift": far.shift,
+                "moving": jnp.max(moving),
                 "ess": jnp.min(messages.ess),
                 "skipped": jnp.sum(~heard),
             }
             server = server._replace(
                 sites=now,
                 visits=server.visits.at[index].add(heard.astype(jnp.int32)),
+                moving=moving,
                 values=values,
                 opt_state=opt_state,
                 own=own,
@@ -358,7 +362,11 @@ class Factorised(Method):
                 each = rest
             else:
                 each = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf / num, (num, *leaf.shape)), rest)
-        server = server._replace(sites=server.sites._replace(each=each), visits=jnp.ones_like(server.visits))
+        server = server._replace(
+            sites=server.sites._replace(each=each),
+            visits=jnp.ones_like(server.visits),
+            moving=jnp.full_like(server.moving, UNHEARD),
+        )
         if not split.groups or not found.local:
             return server, silos
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 
-from numpyro_fed.families import LOG_2PI, Natural, Normal, double, inverse, single
+from numpyro_fed.families import LOG_2PI, Natural, Normal, double, either, inverse, single
 from numpyro_fed.solvers.factor import Factor
 from numpyro_fed.start import newton_step
 
@@ -79,10 +79,10 @@ def log_evidence(ask: Any, at: Coordinates, cavity: Natural, log_mean: Array) ->
     return single(run(at, cavity, log_mean))
 
 
-@double
 def placed(at: Coordinates, x: Array) -> Array:
-    """z = m + R x, for points (..., d)."""
-    return at.mean + x @ at.root.T
+    """z = m + R x, for points (..., d), in the user's precision: the model's derivatives are taken through it."""
+    here = single(at)
+    return here.mean + x @ here.root.T
 
 
 @double
@@ -147,13 +147,13 @@ def newton(
     quadratic = seen_from(at, cavity)
 
     def density(x: Array, frame: Any) -> Array:
-        return quadratic(x) + factor.log_f(single(placed(at, x)), frame, nodes)
+        return quadratic(x) + factor.log_f(placed(at, x), frame, nodes)
 
     def unfinished(step: _Step) -> Array:
         return (step.count < limit) & (step.gain > CONVERGED)
 
     def improve(step: _Step) -> _Step:
-        frame = factor.refit(single(placed(at, step.trial)), step.frame, LOCAL_STEPS)
+        frame = factor.refit(placed(at, step.trial), step.frame, LOCAL_STEPS)
         gradient_at = jax.grad(density)
         value, gradient = density(step.trial, frame), gradient_at(step.trial, frame)
         precision = -jax.jacfwd(gradient_at)(step.trial, frame)
@@ -196,7 +196,7 @@ def newton(
     found = lower(moved(at, x, curved(last.precision)))
     searched = last.count > 0
     return (
-        jax.tree.map(lambda new, old: jnp.where(searched, new, old), found, at),
+        either(searched, found, at),
         last.frame,
         jnp.where(searched, last.gain <= 10 * CONVERGED, True),
     )

@@ -58,7 +58,7 @@ class Gradient(Solver):
             mean, root = family.moments(ask.q)
         frame = factor.refit(single(mean), frame, co.LOCAL_STEPS)
         a, b = _whitened(cavity, mean, root)
-        lower = np.tril_indices(d, -1)
+        here, lower = single((mean, root)), np.tril_indices(d, -1)
         rows = frame.loc if factor.eps_shape else {}
         params = {
             "loc": jnp.zeros(d),
@@ -80,7 +80,8 @@ class Gradient(Solver):
             own = _guided(frame, params["rows"])
 
             def one(x: Array, key: Array) -> Array:
-                return factor.log_f(_place(mean, root, x), own, factor.nodes(key))
+                z = here[0] + (here[1] @ x if full else here[1] * x)
+                return factor.log_f(z, own, factor.nodes(key))
 
             value = jnp.mean(jax.vmap(one)(x, jax.random.split(node_key, len(eps))))
             loc = params["loc"]
@@ -124,14 +125,6 @@ def _whitened(cavity: Natural, mean: Array, root: Array) -> tuple[Array, Array]:
         return root**2 * precision, root * (shift - precision * mean)
 
     return single(run(cavity.precision, cavity.shift, mean, root))
-
-
-def _place(mean: Array, root: Array, x: Array) -> Array:
-    @double
-    def run(mean: Array, root: Array, x: Array) -> Array:
-        return mean + (root @ x if root.ndim == 2 else root * x)
-
-    return single(run(mean, root, x))
 
 
 def _natural(family: Any, mean: Array, root: Array, loc: Array, root_x: Array) -> Natural:

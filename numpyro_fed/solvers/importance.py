@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import logsumexp
 
-from numpyro_fed.families import double, quotient, single
+from numpyro_fed.families import double, either, quotient, single
 from numpyro_fed.solvers import coordinates as co
 from numpyro_fed.solvers.base import Ask, Solved, Solver
 from numpyro_fed.solvers.factor import Factor
@@ -57,10 +57,8 @@ class Importance(Solver):
         nodes = factor.nodes(None)
         begin = co.coordinates(family, ask.q)
         if not full:  # the family cannot keep the tilted's correlations, so the silo does
-            begin = jax.tree.map(lambda mine, q: jnp.where(ask.settling, q, mine), own, begin)
-        begin, frame, converged = co.newton(
-            factor, cavity, begin, frame, nodes, jnp.where(ask.settling, co.NEWTON_STEPS, 0)
-        )
+            begin = either(ask.settling, begin, own)
+        begin, frame, _ = co.newton(factor, cavity, begin, frame, nodes, jnp.where(ask.settling, co.NEWTON_STEPS, 0))
         least = 1 if full and ask.near else 3  # where q is not what it should be, the proposal has to be found
 
         def unfinished(carry: _Try) -> Array:
@@ -71,7 +69,7 @@ class Importance(Solver):
             at = co.moved(carry.at, jnp.zeros(d), jnp.where(again, INFLATION**0.5, 1.0) * jnp.eye(d))
             frame = factor.refit(single(at.mean), carry.frame, co.LOCAL_STEPS)
             quadratic = co.seen_from(at, cavity)
-            places = single(co.placed(at, eps))
+            places = co.placed(at, eps)
             log_f = jax.lax.map(lambda z: factor.log_f(z, frame, nodes), places, batch_size=factor.batch_of(len(eps)))
             log_w = jax.vmap(quadratic)(eps) + log_f + 0.5 * jnp.sum(eps**2, axis=1)
             log_w = jnp.where(jnp.isfinite(log_w), log_w, -jnp.inf)
@@ -89,9 +87,9 @@ class Importance(Solver):
 
         first = _Try(begin, frame, jnp.zeros(()), jnp.zeros(()), jnp.zeros((), int))
         last = jax.lax.while_loop(unfinished, attempt, first)
-        return Solved(
-            co.kept(family, last.at), last.value, last.ess, converged, last.frame, own=() if full else last.at
-        )
+        ok = last.ess * len(eps) >= 2 * d
+        kept = co.kept(family, last.at)
+        return Solved(kept, last.value, last.ess, ok, last.frame, own=() if full else last.at)
 
     def start(self, family: Any, d: int) -> Any:
         if family.kind == "full":

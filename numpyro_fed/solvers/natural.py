@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_fed.families import Natural, Normal, double, quotient, single
+from numpyro_fed.families import Natural, Normal, double, either, quotient, single
 from numpyro_fed.solvers import coordinates as co
 from numpyro_fed.solvers.base import Ask, Solved, Solver
 from numpyro_fed.solvers.factor import Factor
@@ -45,7 +45,7 @@ class NaturalGradient(Solver):
         eps = jnp.asarray(normal_points(d, num), jnp.zeros(()).dtype)
         cavity = quotient(ask.q, ask.site)
         keys = jax.random.split(jax.random.key(1), num)  # the same in every round, so that the map is deterministic
-        at, frame, converged = co.newton(
+        at, frame, _ = co.newton(
             factor,
             family.dense(cavity),
             co.coordinates(family, ask.q),
@@ -53,7 +53,7 @@ class NaturalGradient(Solver):
             factor.nodes(None),
             jnp.where(ask.settling, co.NEWTON_STEPS, 0),
         )
-        begin = jax.tree.map(lambda a, b: jnp.where(ask.settling, a, b), _nearest(family, at), ask.q)
+        begin = either(ask.settling, _nearest(family, at), ask.q)
 
         def improve(_: Any, now: _Now) -> _Now:
             at = co.coordinates(family, now.q)
@@ -62,7 +62,7 @@ class NaturalGradient(Solver):
             def one(given: tuple) -> tuple[Array, Array]:
                 key, x = given
                 nodes = factor.nodes(key)
-                return jax.value_and_grad(lambda x: factor.log_f(single(co.placed(at, x)), frame, nodes))(x)
+                return jax.value_and_grad(lambda x: factor.log_f(co.placed(at, x), frame, nodes))(x)
 
             values, gradients = jax.lax.map(one, (keys, eps), batch_size=factor.batch_of(num))
             found = _site(family, at, -(gradients.T @ eps) / num, jnp.mean(gradients, axis=0))
@@ -77,12 +77,12 @@ class NaturalGradient(Solver):
             tries = jax.vmap(at_rate)(jnp.arange(HALVINGS + 1))
             proper = jax.vmap(family.proper)(tries)
             first = jnp.argmax(proper)
-            new = jax.tree.map(lambda t, o: jnp.where(jnp.any(proper), t[first], o), tries, now.q)
+            new = either(jnp.any(proper), jax.tree.map(lambda t: t[first], tries), now.q)
             mean_site = _expected(co.seen_from(at, family.dense(found)), at, family.dense(found))
             value = jnp.mean(values) - mean_site
             return _Now(new, frame, value, now.fine & jnp.any(proper))
 
-        last = jax.lax.fori_loop(0, self.num_steps, improve, _Now(begin, frame, jnp.zeros(()), converged))
+        last = jax.lax.fori_loop(0, self.num_steps, improve, _Now(begin, frame, jnp.zeros(()), jnp.ones((), bool)))
         fine = last.fine & family.proper(begin)
         return Solved(last.q, last.value, jnp.ones(()), fine, last.frame)
 

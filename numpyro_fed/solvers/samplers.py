@@ -88,7 +88,7 @@ class HMC(Solver):
     def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
         d = ask.q.shift.shape[0]
         nodes, cavity = factor.nodes(None), ask.family.dense(quotient(ask.q, ask.site))
-        at, frame, converged = co.newton(
+        at, frame, _ = co.newton(
             factor,
             cavity,
             co.coordinates(ask.family, ask.q),
@@ -103,7 +103,7 @@ class HMC(Solver):
         size = flat.shape[0]
 
         def density(y: Array) -> Array:
-            x, z = y[:d], single(co.placed(at, y[:d]))
+            x, z = y[:d], co.placed(at, y[:d])
             silo = factor.joint(z, frame, unravel(y[d:])) if size else factor.log_f(z, frame, nodes)
             return quadratic(x) + silo
 
@@ -131,7 +131,7 @@ class HMC(Solver):
             second = {g: jnp.einsum("sri,srj->rij", e - first[g], e - first[g]) / len(e) for g, e in eps.items()}
             kept = moved(frame, first, second)
         value = co.log_evidence(ask, at, cavity, log_mean)
-        return Solved(co.kept(ask.family, found), value, accepted, fine & converged, frame, kept)
+        return Solved(co.kept(ask.family, found), value, accepted, fine, frame, kept)
 
 
 @dataclass(frozen=True)
