@@ -96,7 +96,7 @@ def steps_within(family: Normal, q: Natural, changes: Natural, steps: Array, ok:
 
         with jax.enable_x64(True):
             begin = jnp.zeros((), jnp.int32), jnp.ones((), jnp.float64)
-        _, factor = jax.lax.while_loop(improper, halve, begin)
+        factor = jax.lax.while_loop(improper, halve, begin)[1]
         with jax.enable_x64(True):
             accepted = factor * own
             return jnp.where(family.proper(after(accepted)), accepted, 0.0)

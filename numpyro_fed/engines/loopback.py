@@ -23,7 +23,7 @@ class Loopback:
     """Silos in a Python loop, every message and broadcast encoded and decoded as over a network."""
 
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
-        algorithm = apart(algorithm, jax.config.jax_enable_x64)
+        algorithm = apart(algorithm, jax.config.read("jax_enable_x64"))
         with jax.enable_x64(True):
             return self._start(algorithm, key, stack)
 
@@ -53,7 +53,7 @@ class Loopback:
         count: int,
         brief: bool = False,
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
-        algorithm = apart(algorithm, jax.config.jax_enable_x64)
+        algorithm = apart(algorithm, jax.config.read("jax_enable_x64"))
         with jax.enable_x64(True):
             return self._rounds(algorithm, key, stack, server, silos, first, cohorts, count)
 

@@ -24,7 +24,7 @@ class Vmap:
     """All silos of a bucket in one vmapped step; rounds run in a compiled loop. The default."""
 
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
-        algorithm = apart(algorithm, jax.config.jax_enable_x64)
+        algorithm = apart(algorithm, jax.config.read("jax_enable_x64"))
         with jax.enable_x64(True):
             return _start(algorithm, stack.names, _bucket_names(stack), key, _arrays(stack), stack.shared)
 
@@ -45,7 +45,7 @@ class Vmap:
         server, silos = strong((server, silos))
         compiled = _brief_rounds if brief else _rounds
         names = stack.names, _bucket_names(stack)
-        algorithm = apart(algorithm, jax.config.jax_enable_x64)
+        algorithm = apart(algorithm, jax.config.read("jax_enable_x64"))
         with jax.enable_x64(True):
             server, silos, info = compiled(
                 algorithm, *names, key, _arrays(stack), stack.shared, server, silos, first, cohorts, count

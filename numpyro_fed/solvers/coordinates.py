@@ -72,8 +72,10 @@ def log_evidence(ask: Any, at: Coordinates, cavity: Natural, log_mean: Array) ->
 
     @double
     def run(at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
-        const = cavity.shift @ at.mean - 0.5 * at.mean @ cavity.precision @ at.mean
-        volume = jnp.linalg.slogdet(at.root)[1] + 0.5 * at.mean.shape[0] * LOG_2PI
+        times = cavity.precision @ at.mean if cavity.precision.ndim == 2 else cavity.precision * at.mean
+        const = cavity.shift @ at.mean - 0.5 * at.mean @ times
+        log_det = jnp.linalg.slogdet(at.root)[1] if at.root.ndim == 2 else jnp.sum(jnp.log(at.root))
+        volume = log_det + 0.5 * at.mean.shape[0] * LOG_2PI
         return const + volume + log_mean - jnp.where(proper, normaliser, 0.0)
 
     return single(run(at, cavity, log_mean))

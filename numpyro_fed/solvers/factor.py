@@ -86,7 +86,7 @@ def silo_factor(
     """The factor of one silo."""
     theta = split.theta if theta is None else theta
     none = marginal.kind == "none"
-    shapes = {g.name: (g.num_rows(data.mask), g.size) for g in split.groups}
+    shapes: dict[str, tuple[int, ...]] = {g.name: (g.num_rows(data.mask), g.size) for g in split.groups}
     dtype = jnp.zeros(()).dtype
 
     def refit(z: Array, frame: Frame, steps: Any) -> Any:

@@ -56,11 +56,14 @@ class Gradient(Solver):
             mean, root = at.mean, at.root if full else co.sds(at)
         else:
             mean, root = family.moments(ask.q)
+            proper = family.proper(ask.q)
+            with jax.enable_x64(True):
+                mean, root = jnp.where(proper, mean, 0.0), jnp.where(proper, root, 1.0)
         frame = factor.refit(single(mean), frame, co.LOCAL_STEPS)
         a, b = _whitened(cavity, mean, root)
         here, lower = single((mean, root)), np.tril_indices(d, -1)
         rows = frame.loc if factor.eps_shape else {}
-        params = {
+        params: dict[str, Any] = {
             "loc": jnp.zeros(d),
             "log_sd": jnp.zeros(() if family.kind == "identity" else d),
             "tril": jnp.zeros(len(lower[0]) if full else 0),
@@ -102,7 +105,9 @@ class Gradient(Solver):
         (params, _), values = jax.lax.scan(step, (params, optim.init(params)), keys)
         finite = jnp.all(jnp.asarray([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
         found = _natural(family, mean, root, params["loc"], chol(params))
-        value = -jnp.mean(values[-max(1, self.num_steps // 10) :])
+        # a bound on the log integral of the tilted distribution, from the last steps
+        log_mean = 0.5 * d - jnp.mean(values[-max(1, self.num_steps // 10) :])
+        value = co.log_evidence(ask, co.Coordinates(mean, root), cavity, log_mean)
         kept = _guided(frame, params["rows"]) if rows else None
         return Solved(found, value, jnp.ones(()), finite & converged, frame, kept)
 

@@ -71,7 +71,7 @@ class Importance(Solver):
             quadratic = co.seen_from(at, cavity)
             places = co.placed(at, eps)
             log_f = jax.lax.map(lambda z: factor.log_f(z, frame, nodes), places, batch_size=factor.batch_of(len(eps)))
-            log_w = jax.vmap(quadratic)(eps) + log_f + 0.5 * jnp.sum(eps**2, axis=1)
+            log_w = jax.vmap(lambda x: quadratic(x))(eps) + log_f + 0.5 * jnp.sum(eps**2, axis=1)
             log_w = jnp.where(jnp.isfinite(log_w), log_w, -jnp.inf)
             weight = jax.nn.softmax(log_w)
             ess = 1 / jnp.sum(weight**2)
