@@ -113,6 +113,13 @@ class Method:
         """Whether nothing moves any more, from the last rounds."""
         return False
 
+    def closing(self, prepared: Prepared) -> FederatedAlgorithm | None:
+        """One more round at the end, which moves nothing and asks whether the answer can be trusted."""
+        return None
+
+    def conclude(self, prepared: Prepared, info: dict[str, np.ndarray]) -> None:
+        """Says what the closing round found."""
+
     # --- run --------------------------------------------------------------------------------------------------------
 
     def ready(self, silos: Silos) -> tuple[Prepared, Stack]:
@@ -355,11 +362,26 @@ class _Runner:
                     bar.update(count)
                     bar.set_postfix(loss=f"{float(np.mean(info['loss'][-100:])):.4g}")
                     if self.method.stops and done < num_rounds and self.method.settled(info):
-                        bar.write(f"nothing moves any more after {done} rounds") if self.bar else None
+                        if self.bar:
+                            bar.write(f"nothing moves any more after {done} rounds")
                         break
+                self._close(server.server if isinstance(server, Held) else server, states)
             except KeyboardInterrupt:
                 bar.write(f"stopped after {done} of {num_rounds} rounds; this is the fit so far")
         return self._fit(server, states, first + done)
+
+    def _close(self, server: Any, states: tuple) -> None:
+        """The closing round, if the method has one; what it sends is counted with the last round."""
+        algorithm = self.method.closing(self.prepared)
+        if algorithm is None:
+            return
+        sent = self._traffic(algorithm, server, states)
+        _, _, info = self.engine.rounds(algorithm, self.key, self.stack, server, states, 0, None, 1, brief=True)
+        for name, size in (("bytes_up", sent.up), ("bytes_down", sent.down)):
+            last = np.array(self.history[-1][name])
+            last[-1] += len(self.stack.names) * size
+            self.history[-1][name] = last
+        self.method.conclude(self.prepared, info)
 
     def _stop_at_last_good(
         self, algorithm: FederatedAlgorithm, good: tuple, first: int, cohorts: Any, bad: int, sent: Any

@@ -8,6 +8,7 @@ adds as much of it as it accepts to that silo's site.
 A few rounds are enough, and a round's message is O(d^2) numbers (O(d) without correlations), whatever the data.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from numpyro_fed.rows import find_components, finder, how_rows_lie
 from numpyro_fed.sites import Sites
 from numpyro_fed.solvers import Ask, Solver
 from numpyro_fed.solvers.factor import DRAWS, NODES, Marginal, plain_factor, silo_factor, start_frame
+from numpyro_fed.solvers.nodes import TOO_FAR, node_check
 from numpyro_fed.split_model import SplitModel
 
 Array = Any
@@ -121,7 +123,24 @@ class Factorised(Method):
         prior = normal_prior(split, as_family(self.family))
         shares = self._shares(split, stack) if self.tied else None
         algorithm = self.algorithm(split, solver, marginal, prior, stack.names, shares)
-        return Prepared(split, algorithm, None, {"solver": solver, "marginal": marginal, "find": find, "prior": prior})
+        notes: dict[str, Any] = {"solver": solver, "marginal": marginal, "find": find, "prior": prior}
+        if marginal.kind == "quadrature" and marginal.num > 1:
+            notes["nodes"] = node_check(split, as_family(self.family), marginal, self.q)
+        return Prepared(split, algorithm, None, notes)
+
+    def closing(self, prepared: Prepared) -> FederatedAlgorithm | None:
+        return prepared.notes.get("nodes")
+
+    def conclude(self, prepared: Prepared, info: dict[str, np.ndarray]) -> None:
+        """Warns when more quadrature nodes would have given another answer."""
+        shift, num = float(info["node_shift"][-1]), prepared.notes["marginal"].num
+        if not shift < TOO_FAR:
+            name = type(prepared.notes["solver"]).__name__
+            warnings.warn(
+                f"{num} quadrature nodes a row are too few: with {2 * num + 1} a mean would move by {shift:.2g} sds. "
+                f"Pass solver=nf.solvers.{name}(num_nodes={2 * num + 1})",
+                stacklevel=4,
+            )
 
     def _check_model(self, split: SplitModel) -> None:
         name = type(self).__name__

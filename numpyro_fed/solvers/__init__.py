@@ -6,10 +6,14 @@ from numpyro_fed.solvers.base import Ask, Solved, Solver
 from numpyro_fed.solvers.gradient import Gradient
 from numpyro_fed.solvers.importance import Importance
 from numpyro_fed.solvers.laplace import Laplace
+from numpyro_fed.solvers.linear import IASG, NGVI, Fisher, Identity
 from numpyro_fed.solvers.natural import NaturalGradient
 from numpyro_fed.solvers.samplers import HMC, NUTS
 
-SOLVERS = {kind.name: kind for kind in (Importance, HMC, NUTS, Laplace, NaturalGradient, Gradient)}
+SOLVERS: dict[str, type[Solver]] = {
+    kind.name: kind
+    for kind in (Importance, HMC, NUTS, Laplace, NaturalGradient, Gradient, IASG, Fisher, NGVI, Identity)
+}
 
 
 def as_solver(solver: Any) -> Solver:
@@ -23,9 +27,13 @@ def as_solver(solver: Any) -> Solver:
 
 __all__ = [
     "HMC",
+    "IASG",
+    "NGVI",
     "NUTS",
     "Ask",
+    "Fisher",
     "Gradient",
+    "Identity",
     "Importance",
     "Laplace",
     "NaturalGradient",

@@ -10,24 +10,30 @@ Solvers see a :class:`Factor`, functions of z_G alone, so the server's prior can
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import logsumexp
+from numpyro import handlers
+from numpyro.distributions.distribution import validation_enabled
 
 from numpyro_fed.bound import Weighting, combined, row_weights
 from numpyro_fed.families import LOG_2PI
+from numpyro_fed.forward import forward
 from numpyro_fed.frames import Frame, empty_frame, fit_frame
 from numpyro_fed.guides.local import draw_rows
 from numpyro_fed.padding import SiloData
+from numpyro_fed.partition import Site
 from numpyro_fed.rows import Components
 from numpyro_fed.split_model import SplitModel
 
 Array = Any
 NODES = {1: 21, 2: 15}  # per dimension of a row
 DRAWS = 64
+REDRAWN_STEPS = 8  # of Newton's method to the locals' modes, given observations that were just drawn
 JOINT_DRAWS = 8  # of the bound that places a joint sampler
 MOST_ELEMENTS = 2**21  # of one site's log density that are evaluated at once
 
@@ -62,6 +68,8 @@ class Factor(NamedTuple):
     eps_shape: dict[str, tuple[int, ...]]  # {group: (rows, k)}
     batch: int  # points of z that may be evaluated at once
     sampled: bool = False  # locals are to be sampled with the globals
+    redrawn: Callable | None = None  # (key, z, frame) -> gradient of log f at z, all observations redrawn given z
+    num_obs: Any = None  # how many observations the factor holds
 
     def batch_of(self, num: int) -> int:
         """The largest power of two in ``batch`` that divides ``num``: a remainder would be compiled, too."""
@@ -147,13 +155,65 @@ def silo_factor(
             cov[g] = jnp.einsum("kr,kri,krj->rij", own, eps, eps) - mean[g][:, :, None] * mean[g][:, None, :]
         return moved(frame, mean, cov)
 
+    def redrawn(key: Array, z: Array, frame: Any) -> Array:
+        values: dict[str, Any] = dict.fromkeys(site.name for site in _observed(split, "factor"))
+        values |= redraw(split, z, theta, data, key)
+        model = handlers.condition(split.model, condition_fn=partial(_replaced, values))
+        other = silo_factor(split._replace(model=model), marginal, data, components, theta)
+        own = other.refit(z, frame, REDRAWN_STEPS)
+        return jax.grad(lambda z: other.log_f(z, own, other.nodes(None)))(z)
+
+    observed = {axis for site in _observed(split, "observed", "factor") for axis, _ in site.axes}
+    num_obs = jnp.maximum(sum((jnp.sum(data.mask[axis]) for axis in observed), jnp.zeros((), int)), 1)
     elements = max(
         (int(np.prod(leaf.shape)) for leaf in jax.tree.leaves((data.args, data.mask)) if np.ndim(leaf)), default=1
     )
     each = marginal.num ** max((k for _, k in shapes.values()), default=1) if marginal.kind == "quadrature" else 1
     each = marginal.num if marginal.kind == "iw" else each
     batch = int(np.clip(MOST_ELEMENTS // max(elements * each, 1), 1, 1024))
-    return Factor(refit, log_f, nodes, joint, moments, shapes, batch, marginal.kind == "joint")
+    return Factor(refit, log_f, nodes, joint, moments, shapes, batch, marginal.kind == "joint", redrawn, num_obs)
+
+
+def _observed(split: SplitModel, *roles: str) -> list[Site]:
+    return [site for site in split.partition.sites if site.role in roles and not site.at_server]
+
+
+def redraw(split: SplitModel, z: Array, theta: dict, data: SiloData, key: Array) -> dict[str, Array]:
+    """All observations of a silo drawn from the model at z, with its own covariates; padded rows too.
+
+    Locals are drawn first, so these are draws of y given z_G alone.
+    """
+    names = [site.name for site in _observed(split, "observed")]
+    if not names:
+        raise ValueError(
+            "this solver draws observations from the model, and the silos' terms are all numpyro.factor: use "
+            "solver='iasg', which asks for gradients only"
+        )
+    try:
+        with validation_enabled(False):
+            drawn = forward(split, split.unravel(z), theta, split.spec.kwargs(data), key)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"this solver draws observations ({', '.join(map(repr, names))}) from the model, and a distribution has no "
+            "sample method: use solver='iasg', which asks for gradients only"
+        ) from error
+    return {name: drawn[name] for name in names}
+
+
+def _replaced(values: dict[str, Any], site: dict) -> Array | None:
+    """A condition_fn: scores given other observations.
+
+    Terms that nothing can be drawn from (``numpyro.factor``, None here) are left out. A term that counts c times has c
+    times the curvature, so its score counts root c times.
+    """
+    if site["name"] not in values:
+        return None
+    value = values[site["name"]]
+    if value is None:
+        site["scale"] = 0.0
+    elif site["scale"] is not None:
+        site["scale"] = jnp.sqrt(site["scale"])
+    return value
 
 
 def moved(frame: Frame, mean: dict, cov: dict) -> Frame:

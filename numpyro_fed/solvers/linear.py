@@ -1,0 +1,403 @@
+r"""Projections in very many dimensions: time and memory linear in d.
+
+The four ways of FedEP (Guo et al. 2023, section 2.2.2) for families without correlations. All start with ``num_steps``
+steps of an optimiser, from q's mean to the mode of the tilted distribution
+
+.. math:: \log q_{-k}(z) + \log f_k(z)
+
+in coordinates in which q is standard normal; :math:`\log f_k` is a sum over the silo's observations and is weighted no
+further. They differ in the variances:
+
+======================  ==========================================================================================
+:class:`Identity` (I)   precision :math:`n_k c_0` + the cavity's; a constant for all dimensions
+:class:`IASG` (M)       the sample variance of stochastic gradient iterates, averaged and shrunk
+:class:`Fisher` (L)     Laplace's approximation with the diagonal Fisher information in the Hessian's place
+:class:`NGVI` (V)       the same information averaged over q as it is found: natural-gradient variational inference
+======================  ==========================================================================================
+
+**Fisher information without a gradient for each datum.** With all observations redrawn from the model at z, the
+silo's score has mean zero and covariance F(z): so the mean square of its elements over redraws is the diagonal of F.
+Each redraw is a chi-squared variable with one degree of freedom, so R of them have a relative error of
+:math:`\sqrt{2 / R}`; the server, which takes shorter steps with every visit, averages the rest away.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from numpyro_fed.families import Natural, Normal, double, quotient, single
+from numpyro_fed.optim import check_optim
+from numpyro_fed.solvers import coordinates as co
+from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.factor import Factor
+
+Array = Any
+PEAK, FLOOR = 0.1, 1e-4  # of the default optimiser's steps, in sds of q
+LEGS = 4  # times that locals are looked for again on the way to the mode
+PROBES = 16  # random vectors for the diagonal of a Hessian
+POWERS = 10  # of a Hessian, for its largest eigenvalue
+LEAST = 1e-6  # curvature that counts as none
+
+
+class Place(NamedTuple):
+    """A point, a scale, and the tilted distribution in coordinates z = m + s x."""
+
+    at: co.Coordinates  # m and s, (d,), float64
+    frame: Any
+    log_f: Callable  # of x
+    precision: Array  # the cavity's
+    shift: Array
+
+    def density(self, x: Array) -> Array:
+        """Of the tilted distribution, but for a constant."""
+        return self.shift @ x - 0.5 * self.precision @ x**2 + self.log_f(x)
+
+
+@dataclass(frozen=True)
+class Linear(Solver):
+    """What the four share: the way to the mode.
+
+    Args:
+        num_steps: of the optimiser, a visit.
+        optim: an optax optimiser; parameters are in sds of q. By default Adam, its step falling from .1 to .0001.
+    """
+
+    num_steps: int = 200
+    optim: Any = None
+    noisy = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_steps, int) or self.num_steps < 1:
+            raise ValueError(f"num_steps must be an int of at least 1, got {self.num_steps!r}")
+        if self.optim is not None:
+            check_optim(self.optim)
+
+    def start(self, family: Normal, d: int) -> Any:
+        if family.kind == "full":
+            raise ValueError(
+                f"solver={self.name!r} finds variances, no correlations: pass family='diagonal' (or 'identity'), or a "
+                "solver for few dimensions, such as 'is' or 'hmc'"
+            )
+        return ()
+
+    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
+        cavity = quotient(ask.q, ask.site)
+        begin, variance_key = jax.random.split(key)
+        at, frame = self._mode(begin, ask, cavity, factor, frame)
+        found, frame = self._found(variance_key, ask, cavity, factor, at, frame)
+        mean, sds = ask.family.moments(found)
+        value = co.log_evidence(
+            ask, co.Coordinates(mean, sds), cavity, factor.log_f(single(mean), frame, factor.nodes(None))
+        )
+        return Solved(found, value, jnp.ones(()), ask.family.proper(found), frame)
+
+    def _found(
+        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any
+    ) -> tuple[Natural, Any]:
+        """The projection, given the mode, and the frame of the locals."""
+        raise NotImplementedError
+
+    def _mode(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, frame: Any) -> tuple[co.Coordinates, Any]:
+        """The tilted distribution's mode, in units of q's sds."""
+        at = _coordinates(ask.family, ask.q)
+        legs = LEGS if factor.eps_shape else 1
+        steps = -(-self.num_steps // legs)
+        optim = self.optim or optax.adam(optax.cosine_decay_schedule(PEAK, legs * steps, alpha=FLOOR / PEAK))
+
+        def leg(carry: tuple, keys: Array) -> tuple[tuple, None]:
+            x, state, frame = carry
+            frame = factor.refit(_here(at, x), frame, co.LOCAL_STEPS)
+            place = _place(at, cavity, factor, frame)
+
+            def step(carry: tuple, key: Array) -> tuple[tuple, None]:
+                x, state = carry
+                downhill = jax.grad(lambda x: -place.density(x))(x)  # of all the silo's observations
+                updates, state = optim.update(downhill, state, x)
+                return (optax.apply_updates(x, updates), state), None
+
+            (x, state), _ = jax.lax.scan(step, (x, state), keys)
+            return (x, state, frame), None
+
+        x = jnp.zeros(ask.q.shift.shape)
+        keys = jax.random.split(key, (legs, steps))
+        (x, _, frame), _ = jax.lax.scan(leg, (x, optim.init(x), frame), keys)
+        at = _moved(at, x, jnp.ones_like(x))
+        return at, factor.refit(single(at.mean), frame, co.LOCAL_STEPS)
+
+
+@dataclass(frozen=True)
+class Identity(Linear):
+    """A precision of ``scale`` for each observation, the same in all dimensions: where curvatures are not to be had.
+
+    Args:
+        scale: c_0, one over the paper's alpha_cov.
+        num_steps, optim: of the way to the mode, as for all solvers of this kind: 200 steps of Adam, falling from .1 to
+            .0001 sds of q.
+    """
+
+    scale: float = 1.0
+    name = "identity"
+    noisy = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.scale, int | float) or not self.scale > 0:
+            raise ValueError(f"scale is the precision of one observation, a positive number, got {self.scale!r}")
+
+    def _found(
+        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any
+    ) -> tuple[Natural, Any]:
+        if factor.num_obs is None:  # the server's prior holds no observations
+            place = _place(at, cavity, factor, frame)
+            return _natural(ask.family, at, cavity, _curvature(key, place.log_f, at.mean.shape)), frame
+        information = jnp.broadcast_to(self.scale * factor.num_obs, at.mean.shape) * single(at.root) ** 2
+        return _natural(ask.family, at, cavity, information), frame
+
+
+@dataclass(frozen=True)
+class Fisher(Linear):
+    """Laplace's approximation with the diagonal Fisher information.
+
+    Args:
+        num_draws: of all observations, at the mode.
+        num_steps, optim: as for :class:`Identity`.
+
+    ``numpyro.factor`` terms, from which nothing can be drawn, count for the mode but not for the curvature.
+    """
+
+    num_draws: int = 64
+    name = "fisher"
+
+    def _found(
+        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any
+    ) -> tuple[Natural, Any]:
+        place = _place(at, cavity, factor, frame)
+        return _natural(ask.family, at, cavity, _information(key, factor, place, self.num_draws)), frame
+
+
+@dataclass(frozen=True)
+class NGVI(Linear):
+    r"""Natural-gradient variational inference with the diagonal Fisher information (the paper's Algorithm 5).
+
+    From the mode and the information there, with :math:`z \sim N(\mu_t, \Sigma_t)`,
+
+    .. math::
+
+        S_{t+1} = \beta_t S_t + (1 - \beta_t) F(z), \qquad \Sigma_{t+1} = (S_{t+1} + \Lambda_{-k})^{-1}
+
+    and the mean follows the gradient of the tilted log density at the same draws, an antithetic pair, to the mean of
+    the variational optimum. (The paper leaves it at the mode.) S is that of all :math:`n_k` observations.
+
+    Args:
+        num_updates: t goes so far; each costs two gradients and two redraws of all observations.
+        beta: at most; :math:`\beta_t = \min(\beta, 1 - 1/(t + 2))` forgets the start.
+        num_draws: of the information at the mode.
+        num_steps, optim: as for :class:`Identity`.
+    """
+
+    num_updates: int = 100
+    beta: float = 0.99
+    num_draws: int = 16
+    name = "ngvi"
+
+    def _found(
+        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any
+    ) -> tuple[Natural, Any]:
+        start_key, key = jax.random.split(key)
+        place = _place(at, cavity, factor, frame)
+        information = _information(start_key, factor, place, self.num_draws)
+        # in units of the tilted's sds, as far as they are known now
+        scale = jax.lax.rsqrt(jnp.maximum(place.precision + information, LEAST))
+        at = _moved(at, jnp.zeros_like(scale), scale)
+        place = _place(at, cavity, factor, frame)
+        optim = optax.adam(optax.cosine_decay_schedule(0.05, self.num_updates, alpha=0.01))
+
+        def update(carry: tuple, given: tuple) -> tuple[tuple, None]:
+            x, information, state = carry
+            t, key = given
+            draw_key, *keys = jax.random.split(key, 3)
+            sds = jax.lax.rsqrt(jnp.maximum(place.precision + information, LEAST))
+            away = sds * jax.random.normal(draw_key, x.shape)
+            both = jnp.stack([x + away, x - away])
+            downhill = jnp.mean(jax.vmap(jax.grad(lambda x: -place.density(x)))(both), axis=0)
+            updates, state = optim.update(downhill, state, x)
+            seen = jax.vmap(lambda key, x: _squared(key, factor, place, x))(jnp.stack(keys), both)
+            beta = jnp.minimum(self.beta, 1 - 1 / (t + 2))
+            information = beta * information + (1 - beta) * jnp.mean(seen, axis=0)
+            return (optax.apply_updates(x, updates), information, state), None
+
+        x = jnp.zeros_like(scale)
+        given = jnp.arange(self.num_updates), jax.random.split(key, self.num_updates)
+        (x, information, _), _ = jax.lax.scan(update, (x, information * scale**2, optim.init(x)), given)
+        at = _moved(at, x, jnp.ones_like(x))
+        return _natural(ask.family, at, cavity, information, mean_of_precisions=True), frame
+
+
+@dataclass(frozen=True)
+class IASG(Linear):
+    r"""Variances of iterate-averaged stochastic gradient samples.
+
+    From the mode, chains of steps with noise, :math:`x_{t+1} = x_t + h \nabla + \sqrt{2 h} \xi_t`. A sample is the
+    average of two successive iterates: where the tilted distribution is normal, averaging undoes what the finite step
+    did to the iterates' variance, exactly and for every h. (FedPA averages an epoch of minibatch steps, whose noise has
+    no known size.) The step is ``step_size`` over the largest curvature, which power iteration finds.
+
+    Variances are shrunk towards their mean, in units of the curvature at the mode, by as much as their Monte Carlo
+    error is of their spread (Opgen-Rhein and Strimmer 2007).
+
+    Args:
+        num_chains, num_samples: samples are kept from each chain; a chain takes O(d) memory.
+        num_warmup: samples before those.
+        thinning: steps from one sample to the next.
+        step_size: in units of one over the largest curvature; stable below 2.
+        shrinkage: in [0, 1]; by default from the samples.
+        num_steps, optim: as for :class:`Identity`.
+    """
+
+    num_chains: int = 8
+    num_samples: int = 30
+    num_warmup: int = 10
+    thinning: int = 10
+    step_size: float = 0.5
+    shrinkage: float | None = None
+    name = "iasg"
+
+    def _found(
+        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any
+    ) -> tuple[Natural, Any]:
+        curve_key, power_key, begin_key, key = jax.random.split(key, 4)
+        place = _place(at, cavity, factor, frame)
+        curvature = jnp.abs(_curvature(curve_key, place.density, at.mean.shape))
+        scale = jax.lax.rsqrt(jnp.maximum(curvature, LEAST))
+        at = _moved(at, jnp.zeros_like(scale), scale)
+        place = _place(at, cavity, factor, frame)
+        uphill = jax.grad(place.density)
+        h = self.step_size / _largest(power_key, uphill, scale.shape)
+
+        def step(x: Array, key: Array) -> tuple[Array, Array]:
+            new = x + h * uphill(x) + jnp.sqrt(2 * h) * jax.random.normal(key, x.shape)
+            return new, 0.5 * (x + new)
+
+        def sample(carry: tuple, given: tuple) -> tuple[tuple, None]:
+            x, first, second = carry
+            kept, key = given
+            x, pairs = jax.lax.scan(step, x, jax.random.split(key, self.thinning))
+            return (x, first + kept * pairs[-1], second + kept * pairs[-1] ** 2), None
+
+        def chain(key: Array, x: Array) -> tuple[Array, Array]:
+            total = self.num_warmup + self.num_samples
+            kept = (jnp.arange(total) >= self.num_warmup) / self.num_samples
+            zeros = jnp.zeros_like(x)
+            (_, first, second), _ = jax.lax.scan(sample, (x, zeros, zeros), (kept, jax.random.split(key, total)))
+            return first, second
+
+        begin = jax.random.normal(begin_key, (self.num_chains, *scale.shape))
+        first, second = jax.vmap(chain)(jax.random.split(key, self.num_chains), begin)
+        mean, num = jnp.mean(first, axis=0), self.num_chains * self.num_samples
+        variance = (jnp.mean(second, axis=0) - mean**2) * num / max(num - 1, 1)
+        if self.num_chains > 1:  # chains are independent, their samples are not
+            error = jnp.var(second - 2 * mean * first, axis=0, ddof=1) / self.num_chains
+        else:
+            error = 2 * variance**2 / num
+        centre = jnp.mean(variance)
+        share = jnp.clip(jnp.sum(error) / jnp.maximum(jnp.sum((variance - centre) ** 2), 1e-30), 0.0, 1.0)
+        share = share if self.shrinkage is None else self.shrinkage
+        variance = (1 - share) * variance + share * centre
+        at = _moved(at, mean, jnp.sqrt(variance))
+        with jax.enable_x64(True):
+            return ask.family.project(at.mean, at.root**2), frame
+
+
+# --- coordinates ----------------------------------------------------------------------------------------------------
+
+
+def _coordinates(family: Normal, q: Natural) -> co.Coordinates:
+    """Those of q, without a matrix; where q is improper the model's own."""
+    mean, sds = family.moments(q)
+    proper = family.proper(q)
+    with jax.enable_x64(True):
+        return co.Coordinates(jnp.where(proper, mean, 0.0), jnp.where(proper, sds, 1.0))
+
+
+@double
+def _moved(at: co.Coordinates, x: Array, scale: Array) -> co.Coordinates:
+    return co.Coordinates(at.mean + at.root * x, at.root * scale)
+
+
+def _here(at: co.Coordinates, x: Array) -> Array:
+    here = single(at)
+    return here.mean + here.root * x
+
+
+def _place(at: co.Coordinates, cavity: Natural, factor: Factor, frame: Any) -> Place:
+    nodes = factor.nodes(None)
+
+    @double
+    def seen(at: co.Coordinates, cavity: Natural) -> tuple[Array, Array]:
+        return at.root**2 * cavity.precision, at.root * (cavity.shift - cavity.precision * at.mean)
+
+    def log_f(x: Array) -> Array:
+        return factor.log_f(_here(at, x), frame, nodes)
+
+    return Place(at, frame, log_f, *single(seen(at, cavity)))
+
+
+def _natural(
+    family: Normal, at: co.Coordinates, cavity: Natural, information: Array, mean_of_precisions: bool = False
+) -> Natural:
+    """The normal at m whose precision is the cavity's and the information, which is in units of ``at``."""
+
+    @double
+    def run(at: co.Coordinates, cavity: Natural, information: Array) -> Natural:
+        precision = cavity.precision + information / at.root**2
+        if family.kind == "identity":
+            precision = jnp.mean(precision) if mean_of_precisions else 1 / jnp.mean(1 / precision)
+        return Natural(precision, precision * at.mean)
+
+    return run(at, cavity, information)
+
+
+# --- curvatures -----------------------------------------------------------------------------------------------------
+
+
+def _squared(key: Array, factor: Factor, place: Place, x: Array) -> Array:
+    """One term of the diagonal Fisher information at x, in units of ``place``."""
+    if factor.redrawn is None:  # the server's prior: its own curvature
+        return _curvature(key, lambda away: place.log_f(x + away), x.shape, 1)
+    return (single(place.at.root) * factor.redrawn(key, _here(place.at, x), place.frame)) ** 2
+
+
+def _information(key: Array, factor: Factor, place: Place, num_draws: int) -> Array:
+    """The diagonal Fisher information at the origin of ``place``."""
+    zero = jnp.zeros(place.shift.shape)
+    one = lambda key: _squared(key, factor, place, zero)
+    each = jax.lax.map(one, jax.random.split(key, num_draws), batch_size=factor.batch_of(num_draws))
+    return jnp.mean(each, axis=0)
+
+
+def _curvature(key: Array, density: Callable, shape: tuple[int, ...], probes: int = PROBES) -> Array:
+    """The diagonal of minus a Hessian at zero: v times Hv, for random signs v; exact where H is diagonal."""
+    signs = jax.random.rademacher(key, (probes, *shape)).astype(jnp.zeros(()).dtype)
+    each = jax.lax.map(lambda v: -v * _times_hessian(jax.grad(density), v), signs)
+    return jnp.mean(each, axis=0)
+
+
+def _times_hessian(gradient: Callable, v: Array) -> Array:
+    return jax.jvp(gradient, (jnp.zeros_like(v),), (v,))[1]
+
+
+def _largest(key: Array, gradient: Callable, shape: tuple[int, ...]) -> Array:
+    """The largest curvature at zero, by power iteration."""
+
+    def times(v: Array, _: None) -> tuple[Array, Array]:
+        new = _times_hessian(gradient, v)
+        size = jnp.linalg.norm(new)
+        return new / jnp.maximum(size, LEAST), size
+
+    v = jax.random.normal(key, shape)
+    _, sizes = jax.lax.scan(times, v / jnp.linalg.norm(v), None, POWERS)
+    return jnp.maximum(sizes[-1], LEAST)
