@@ -13,6 +13,7 @@ The message is not a summary like a site. It is the silo's likelihood at S place
 can be read more closely; the round is opt-in.
 """
 
+import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -125,8 +126,6 @@ def algorithm(split: ById, marginal: Marginal, num_points: int) -> FederatedAlgo
 
 def correct(fit: "Fit", rng_key: Any, num_points: int, engine: Any) -> "Fit":
     """See :meth:`numpyro_fed.fit.Fit.correct`."""
-    import time
-
     began, key = time.perf_counter(), check_key(rng_key)
     if isinstance(num_points, bool) or not isinstance(num_points, int | np.integer) or num_points < 16:
         raise ValueError(f"num_points must be an int of at least 16, got {num_points!r}")
@@ -206,10 +205,11 @@ def _marginal(fit: "Fit", stack: Stack) -> Marginal:
     """How locals are integrated out: as exactly as the model allows, whatever the fit itself could afford."""
     method = fit.method.method if isinstance(fit.method, CorrectedMethod) else fit.method
     found = EP(method.model).weighting(fit.split, stack)
-    given = getattr(method, "solver", None)
-    asked = (getattr(given, "num_nodes", None) or 0) if getattr(given, "marginal", None) == found.kind else 0
     if found.kind == "none":
         return found
+    solver = getattr(method, "solver", None)
+    same = getattr(solver, "marginal", None) in (None, found.kind)
+    asked = (getattr(solver, "num_nodes", None) or 0) if same else 0
     return found._replace(num=max(found.num, asked, DRAWS if found.kind == "iw" else 1))
 
 

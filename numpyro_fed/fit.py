@@ -1,10 +1,10 @@
 """What comes back from a run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,12 @@ from numpyro_fed.silos import Silos
 from numpyro_fed.split_model import SplitModel
 from numpyro_fed.tracing import digest, provenance
 
+if TYPE_CHECKING:
+    from numpyro_fed.correct import Correction
+    from numpyro_fed.influence import Conflict, Influence
+
 Array = Any
+CORRECTED = ", corrected"  # after the method's name in the state of a corrected fit
 
 
 class State(NamedTuple):
@@ -287,9 +292,106 @@ class Fit:
         weighting = self.method.weighting(self.split, stack)
         arrays = tuple((bucket.args, bucket.mask) for bucket in stack.buckets)
         states = self.state.server, self.state.silos
-        static = self.method, _ById(self.split), weighting, self.state.buckets
+        static = self.method, ById(self.split), weighting, self.state.buckets
         values = _bounds(*static, keys, *states, arrays, stack.shared)
         return float(jnp.mean(values))
+
+    # --- one more round -----------------------------------------------------------------------------------------------
+
+    def correct(self, rng_key: Any, num_points: int = 2048, *, engine: Any = None) -> "Fit":
+        """One more round that corrects the posterior of the globals, whatever its shape, by importance sampling.
+
+        The server sends points of a Student t around the posterior approximation, every silo returns the logarithm of
+        its likelihood at them, and the server weighs the points. Draws of the fit that comes back are draws of these
+        points, and :attr:`correction` says how far they can be trusted. The locals given the globals stay as they are.
+
+        The silo's message is ``num_points`` values of its log likelihood. They say more about its data than the
+        messages of the method do, so this round is opt-in; it is the last row of the history.
+
+        Where locals cannot be integrated by quadrature (rows of more than two, or rows that meet) the likelihood is
+        estimated from 256 draws a row, afresh at each point. The weights are then right on average but noisy, and the
+        noise takes its part of the effective sample size.
+
+        Works for fits with a normal over the globals: EP, SEP, PVI, and SFVI or SFVIAvg with a ``StructuredNormal``
+        guide (theta stays at its value). On a corrected fit, the points come from around the weighted ones.
+
+        Args:
+            rng_key: ``jax.random.key(0)``.
+            num_points: S; rounded up to a power of two.
+            engine: where it runs; by default ``nf.engines.Vmap()``.
+
+        Example:
+            >>> fit = nf.EP(model).run(jax.random.key(0), silos).correct(jax.random.key(1))  # doctest: +SKIP
+        """
+        from numpyro_fed import correct
+
+        return correct.correct(self, rng_key, num_points, engine)
+
+    @cached_property
+    def correction(self) -> "Correction | None":
+        """Effective sample size, Pareto k-hat, points and weights of a corrected fit; None for any other."""
+        from numpyro_fed import correct
+
+        found = self.state.server
+        return correct.Correction(found) if isinstance(found, correct.Corrected) else None
+
+    @property
+    def uncorrected(self) -> "Fit":
+        """The fit before its correction, to go on from; the history keeps the round."""
+        from numpyro_fed import correct
+
+        return correct.uncorrected(self)
+
+    # --- a factor a silo ----------------------------------------------------------------------------------------------
+
+    def without(self, silos: str | Sequence[str], num_rounds: int = 0, *, rng_key: Any = None) -> "Fit":
+        """The posterior without one silo or several, by name. For EP and PVI, whose server holds a site for each.
+
+        The silo's site is taken out, q / t_j; nobody is asked and nothing is sent. That is exact where the others'
+        factors are normal. Elsewhere their sites were found in the silo's company: ``num_rounds`` further rounds among
+        them find those that stand without it. (The sites begin anew if q / t_j is improper.)
+
+        The history of what comes back covers these rounds.
+
+            >>> fit.without("leeds").summary()  # doctest: +SKIP
+        """
+        from numpyro_fed import influence
+
+        return influence.without(self, silos, num_rounds, rng_key)
+
+    def add(self, rng_key: Any, silos: Silos, num_rounds: int = 0) -> "Fit":
+        """The posterior with silos that join later, an :class:`~numpyro_fed.Silos` with new names. For EP and PVI.
+
+        Their sites start flat; in one round they alone are asked, all at once, while the others stay silent. Then
+        everybody takes part in ``num_rounds`` more. The history covers these rounds.
+
+            >>> fit.add(jax.random.key(1), nf.Silos({"hull": dict(x=x, y=y)}))  # doctest: +SKIP
+        """
+        from numpyro_fed import influence
+
+        return influence.add(self, rng_key, silos, num_rounds)
+
+    def influence(self) -> "Influence":
+        """How far each silo moved the posterior of the globals: q against q / t_j. For EP and PVI.
+
+        Reads the server's sites; nobody is asked. ``.table``, ``.plot()``.
+        """
+        from numpyro_fed import influence
+
+        return influence.influence(self)
+
+    def conflict(self) -> "Conflict":
+        """Whether each silo agrees with the others: its site t_j against q / t_j. For EP and PVI.
+
+        A silo's z for a parameter is (m - m_c) / sqrt(C_c - C), with mean m and variance C of the posterior, and m_c,
+        C_c of the posterior without the silo. The overall statistic sums over all directions of which the silo knows
+        something, and has a chi-square distribution where silo and others agree (node-splitting as in Presanis et al.
+        2013, for normal factors). Reads the server's sites; nobody is asked. ``.table``, ``.by_parameter``,
+        ``.plot()``.
+        """
+        from numpyro_fed import influence
+
+        return influence.conflict(self)
 
     # --- what it says -------------------------------------------------------------------------------------------------
 
@@ -356,7 +458,7 @@ def _keys(rng_key: Any, num_samples: Any) -> Array:
     return jax.random.split(check_key(rng_key), int(num_samples))
 
 
-class _ById(NamedTuple):
+class ById(NamedTuple):
     """A value that is the same program's when it is the same object."""
 
     value: Any
@@ -365,13 +467,13 @@ class _ById(NamedTuple):
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.value is other.value
+        return isinstance(other, ById) and self.value is other.value
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3), compiler_options=forward.ONCE)
 def _bounds(
     method: Any,
-    split: _ById,
+    split: ById,
     weighting: Any,
     names: tuple,
     keys: Array,

@@ -1,8 +1,8 @@
 r"""What the factors of EP and PVI give for free: who moved the posterior, who disagrees, who leaves and who joins.
 
 The server holds :math:`q = t_0 \prod_j t_j`, a site for each silo. Without silo j it is the cavity :math:`q / t_j`, a
-subtraction of natural parameters: no silo is asked, nothing is sent. The others' sites were found in j's company, so the
-quotient is exact where factors are normal and a first-order answer elsewhere; a few more rounds give the answer itself.
+subtraction of natural parameters: no silo is asked, nothing is sent. The others' sites were found in its company, so
+the quotient is exact where factors are normal and a first-order answer elsewhere; more rounds give the answer itself.
 """
 
 import time
@@ -191,9 +191,7 @@ def _moved(fit: "Fit", silos: Silos, key: Any) -> "State":
             "with nf.partition(model, silos), and pass local= or shared= to the method of both"
         )
     server, states = Vmap().start(prepared.algorithm, key, stack)
-    states = tuple(
-        _states(fit, prepared.split, stack, b, fresh) for b, fresh in enumerate(states)
-    )
+    states = tuple(_states(fit, prepared.split, stack, b, fresh) for b, fresh in enumerate(states))
     buckets = tuple(bucket.names for bucket in stack.buckets)
     return fit.state._replace(names=stack.names, buckets=buckets, server=server, silos=states)
 
@@ -315,7 +313,8 @@ class Conflict(_Reading):
 
     def _shown(self) -> pd.DataFrame:
         found = self.table.set_index("silo").sort_values("p_value", kind="stable", na_position="first")
-        shown = found.assign(statistic=found["statistic"].round(2), p_value=found["p_value"].map("{:.3g}".format))
+        told = found["p_value"].map(lambda p: None if np.isnan(p) else f"{p:.3g}")
+        shown = found.assign(statistic=found["statistic"].round(2), p_value=told).rename_axis(None)
         return shown.join(_wide(self.by_parameter, "z").round(2).add_prefix("z "))
 
     def notes(self) -> list[str]:

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.fit import Fit, State
+from numpyro_fed.correct import CorrectedMethod
+from numpyro_fed.fit import CORRECTED, Fit, State
 from numpyro_fed.padding import call_spec, shared_arrays
 from numpyro_fed.partition import Partition, Site, partition
 from numpyro_fed.silos import Silos, leaves
@@ -83,7 +84,7 @@ def load(path: str | Path, method: Any, silos: Silos | None = None) -> Fit:
         raise TypeError(f"method must be the method of the fit, such as nf.SFVI(model), got {method!r}")
     header, arrays, path = _read(path)
     for what, saved, now in (
-        ("method", header["method"], type(method).__name__),
+        ("method", header["method"].removesuffix(CORRECTED), type(method).__name__),
         ("variational family", header["family"], _family(method)),
         ("precision", *("float64 (x64)" if on else "float32" for on in (header["x64"], _x64()))),
     ):
@@ -98,6 +99,7 @@ def load(path: str | Path, method: Any, silos: Silos | None = None) -> Fit:
     server, states = decode(header["state"], read_from(arrays))
     names = tuple(header["names"])
     state = State(header["method"], names, tuple(map(tuple, header["buckets"])), server, states, header["round"])
+    method = CorrectedMethod(method) if state.method.endswith(CORRECTED) else method
     history = {name: np.asarray(rows) for name, rows in decode(header["history"], read_from(arrays)).items()}
     return Fit(method, split, state, history, header["seconds"], tuple(header["padded"]), silos, shapes)
 

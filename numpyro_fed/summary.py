@@ -76,6 +76,8 @@ def _facts(fit: "Fit") -> dict[str, str]:
     }
     if "loss" in fit.history:
         facts["loss"] = f"{np.mean(fit.history['loss'][-100:]):.4g}"
+    if fit.correction is not None:
+        facts["correction"] = repr(fit.correction)
     facts["global sites"] = ", ".join(fit.split.partition.global_sites) or "none"
     facts["local sites"] = ", ".join(fit.split.partition.local_sites) or "none"
     return facts

@@ -21,7 +21,7 @@ from numpyro_fed.algorithm import FederatedAlgorithm, Held, held, stale
 from numpyro_fed.engines.base import SERVER, Stack, sent_to, traffic
 from numpyro_fed.engines.loopback import Loopback
 from numpyro_fed.engines.vmap import CHUNK, Vmap
-from numpyro_fed.fit import Fit, State
+from numpyro_fed.fit import CORRECTED, Fit, State
 from numpyro_fed.keys import check_key
 from numpyro_fed.padding import SiloData, shared_arrays, stack
 from numpyro_fed.schedules import as_schedule
@@ -317,6 +317,7 @@ class _Runner:
             raise ValueError(
                 f"init_state is of {given.method}, this is {type(self.method).__name__}: pass the Fit itself to start "
                 "from it"
+                + (", or go on from fit.uncorrected.state" if given.method.endswith(CORRECTED) else "")
             )
         shapes = jax.eval_shape(lambda: self.engine.start(self.prepared.algorithm, self.key, self.stack))
         hint = "init_state was made with other settings or data; pass the Fit itself to start from it"
