@@ -312,14 +312,16 @@ class Correction:
 
     def verdict(self) -> str:
         """Whether to trust it, and what to do if not."""
-        num = len(self.points)
         if self.trusted:
             return "to be trusted"
+        more = f"fit.uncorrected.correct(key, num_points={4 * len(self.points)})"
         if self.khat <= TRUSTED:
-            return f"too few effective points: fit.uncorrected.correct(key, num_points={4 * num})"
+            return f"too few effective points: correct once more from around these, fit.correct(key), or {more}"
+        if self.ess_share > 0.5:
+            return "do not trust its tails yet, where few points weigh much: correct once more, fit.correct(key)"
         return (
             "do not trust it, the posterior approximation is too far away: run more rounds first, correct once more "
-            f"from these points (fit.correct(key)), or take more: fit.uncorrected.correct(key, num_points={8 * num})"
+            f"from around these points, fit.correct(key), or {more}"
         )
 
     def __repr__(self) -> str:

@@ -430,13 +430,13 @@ def _heat_map(values: pd.DataFrame, label: str, least: float = 1.0) -> Any:
     image = ax.imshow(values.to_numpy(float), cmap=colours, vmin=-limit, vmax=limit, aspect="auto")
     ax.set_xticks(range(num_columns), values.columns, rotation=40, ha="right", rotation_mode="anchor", fontsize="small")
     ax.set_yticks(range(num_rows), values.index, fontsize="small")
+    ax.set_title(label, loc="left", fontsize="medium")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     for (i, j), value in np.ndenumerate(values.to_numpy(float)):
         text, dark = ("-", False) if np.isnan(value) else (f"{value:.1f}", abs(value) > 0.6 * limit)
         ax.text(j, i, text, ha="center", va="center", fontsize="small", color="white" if dark else "0.2")
     bar = fig.colorbar(image, ax=ax, shrink=min(1.0, 2.2 / max(height, 2.0)))
-    bar.set_label(label, fontsize="small")
     bar.ax.tick_params(labelsize="small", length=2)
     bar.outline.set_visible(False)
     if "inline" in matplotlib.get_backend():  # a notebook would show an open figure and the returned one

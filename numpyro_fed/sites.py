@@ -126,7 +126,8 @@ def movement(family: Normal, old: Natural, new: Natural) -> Movement:
     @double
     def run(kl: tuple, means: tuple, sds: Array) -> Movement:
         shift = jnp.max(jnp.abs(means[1] - means[0]) / sds)
-        return Movement(jnp.where(both, kl[0] + kl[1], jnp.inf), jnp.where(both, shift, jnp.inf))
+        divergence = jnp.maximum(kl[0] + kl[1], 0.0)  # rounding
+        return Movement(jnp.where(both, divergence, jnp.inf), jnp.where(both, shift, jnp.inf))
 
     return run(divergence, means, sds)
 

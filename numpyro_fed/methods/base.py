@@ -316,8 +316,7 @@ class _Runner:
         if given.method != type(self.method).__name__:
             raise ValueError(
                 f"init_state is of {given.method}, this is {type(self.method).__name__}: pass the Fit itself to start "
-                "from it"
-                + (", or go on from fit.uncorrected.state" if given.method.endswith(CORRECTED) else "")
+                "from it" + (", or go on from fit.uncorrected.state" if given.method.endswith(CORRECTED) else "")
             )
         shapes = jax.eval_shape(lambda: self.engine.start(self.prepared.algorithm, self.key, self.stack))
         hint = "init_state was made with other settings or data; pass the Fit itself to start from it"

@@ -35,6 +35,8 @@ from numpyro_fed.solvers.nodes import TOO_FAR, node_check
 from numpyro_fed.split_model import SplitModel
 
 Array = Any
+RESTLESS = 0.8  # a round that moves the posterior more than this share of the last one's movement
+SHORTER, LEAST_STEP = 0.7, 0.1  # is answered by shorter steps
 UNHEARD = 1e30  # how far a silo that was never heard might move the posterior
 MOST_DENSE = 500  # dimensions in which a matrix of natural parameters is still a good idea
 
@@ -47,6 +49,7 @@ class Server(NamedTuple):
     step: Array  # how much of a change is accepted
     first_step: Array  # how much of a silo's first
     calming: Array  # bool: steps fall with visits, as solvers' noise asks for
+    wary: Array  # bool: steps are shortened when the posterior does not come to rest
     opt_state: Any
     own: Any  # what the solver keeps for the prior
 
@@ -139,7 +142,7 @@ class Factorised(Method):
             warnings.warn(
                 f"{num} quadrature nodes a row are too few: with {2 * num + 1} a mean would move by {shift:.2g} sds. "
                 f"Pass solver=nf.solvers.{name}(num_nodes={2 * num + 1})",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _check_model(self, split: SplitModel) -> None:
@@ -214,7 +217,8 @@ class Factorised(Method):
         calming = self.damping is None and solver.noisy and not isinstance(schedule, schedules.Sequential)
         with jax.enable_x64(True):
             both = jnp.asarray(step, jnp.float64), jnp.asarray(first, jnp.float64)
-            return server._replace(step=both[0], first_step=both[1], calming=jnp.asarray(calming))
+            wary = jnp.asarray(self.damping is None)
+            return server._replace(step=both[0], first_step=both[1], calming=jnp.asarray(calming), wary=wary)
 
     def settled(self, history: dict[str, np.ndarray]) -> bool:
         """Whether the posterior stopped moving: no silo, when last heard, shifted it by ``tolerance`` sds."""
@@ -251,6 +255,7 @@ class Factorised(Method):
                 values,
                 step,
                 step,
+                jnp.zeros((), bool),
                 jnp.zeros((), bool),
                 opt_state,
                 solver.start(family, d),
@@ -325,6 +330,7 @@ class Factorised(Method):
             far = single(sites.movement(family, old, new))
             normaliser = jnp.where(family.proper(old), single(family.log_normaliser(old)), 0.0)
             distance = jnp.minimum(jnp.maximum(far.shift, jnp.sqrt(far.divergence)), UNHEARD)
+            restless = server.wary & (distance > RESTLESS * jnp.max(server.moving[index])) & (distance > 1e-3)
             moving = server.moving.at[index].set(distance)
             info = {
                 "loss": -(normaliser + jnp.sum(values)),
@@ -334,10 +340,13 @@ class Factorised(Method):
                 "ess": jnp.min(messages.ess),
                 "skipped": jnp.sum(~heard),
             }
+            with jax.enable_x64(True):
+                step = jnp.where(restless, jnp.maximum(SHORTER * server.step, LEAST_STEP), server.step)
             server = server._replace(
                 sites=now,
                 visits=server.visits.at[index].add(heard.astype(jnp.int32)),
                 moving=moving,
+                step=step,
                 values=values,
                 opt_state=opt_state,
                 own=own,

@@ -8,7 +8,7 @@ from numpyro_fed.solvers import Gradient, NaturalGradient, Solver, as_solver
 from numpyro_fed.split_model import SplitModel
 
 Array = Any
-MOST_NATURAL = 100  # dimensions in which fixed points are still enough for a full covariance
+MOST_NATURAL = 200  # dimensions in which fixed points are still enough for a full covariance
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PVI(Factorised):
         family: ``"full"``, ``"diagonal"`` or ``"identity"``: the normal over the unconstrained globals.
         damping: the share of a proposed change that the server accepts, in (0, 1].
         solver: ``"natural"`` (natural gradients, exact in one step where a factor is normal; the default) or
-            ``"gradient"`` (reparametrised gradients; the default above 100 dimensions), or an object such as
+            ``"gradient"`` (reparametrised gradients; the default above 200 dimensions), or an object such as
             ``nf.solvers.NaturalGradient(num_points=256)``. Local latents are integrated by quadrature where rows
             allow; ``marginal="iw", num_nodes=K`` takes a bound with K draws a row instead.
         server_optim, tolerance, local, shared: as for :class:`~numpyro_fed.EP`.

@@ -29,6 +29,7 @@ from numpyro_fed.solvers.points import enough_points, normal_points, stable_step
 Array = Any
 TRIES = 5
 ENOUGH = 0.5  # of the points effective
+BARELY = 0.1  # enough once settled: to change the proposal then would make the map jump
 INFLATION = 1.3  # of the covariance of a proposal that follows a bad one
 FEWEST = 512
 
@@ -61,11 +62,13 @@ class Importance(Solver):
         begin, frame, _ = co.newton(factor, cavity, begin, frame, nodes, jnp.where(ask.settling, co.NEWTON_STEPS, 0))
         least = 1 if full and ask.near else 3  # where q is not what it should be, the proposal has to be found
 
+        enough = jnp.where(ask.settling, ENOUGH, BARELY)
+
         def unfinished(carry: _Try) -> Array:
-            return (carry.count < TRIES) & ((carry.count < least) | (carry.ess < ENOUGH))
+            return (carry.count < TRIES) & ((carry.count < least) | (carry.ess < enough))
 
         def attempt(carry: _Try) -> _Try:
-            again = (carry.count > 0) & (carry.ess < ENOUGH)
+            again = (carry.count > 0) & (carry.ess < enough)
             at = co.moved(carry.at, jnp.zeros(d), jnp.where(again, INFLATION**0.5, 1.0) * jnp.eye(d))
             frame = factor.refit(single(at.mean), carry.frame, co.LOCAL_STEPS)
             quadratic = co.seen_from(at, cavity)

@@ -106,7 +106,7 @@ class Linear(Solver):
         at = _coordinates(ask.family, ask.q)
         legs = LEGS if factor.eps_shape else 1
         steps = -(-self.num_steps // legs)
-        optim = self.optim or optax.adam(optax.cosine_decay_schedule(PEAK, legs * steps, alpha=FLOOR / PEAK))
+        optim = self.optim or optax.adam(optax.cosine_decay_schedule(PEAK, legs * steps, alpha=FLOOR / PEAK), b2=0.95)
 
         def leg(carry: tuple, keys: Array) -> tuple[tuple, None]:
             x, state, frame = carry

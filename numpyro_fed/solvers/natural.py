@@ -41,7 +41,7 @@ class NaturalGradient(Solver):
 
     def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
         family, d = ask.family, ask.q.shift.shape[0]
-        num = max(self.num_points, 2 * d + d % 2)
+        num = max(self.num_points, 4 * d)
         eps = jnp.asarray(normal_points(d, num), jnp.zeros(()).dtype)
         cavity = quotient(ask.q, ask.site)
         keys = jax.random.split(jax.random.key(1), num)  # the same in every round, so that the map is deterministic

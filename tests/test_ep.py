@@ -1,0 +1,321 @@
+"""EP and PVI: what they must reach, and what must always hold."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.families import FULL
+from numpyro_fed.solvers import Laplace
+from numpyro_fed.solvers.points import enough_points, largest_eigenvalue, normal_points
+
+NOISE = 0.7
+
+
+def regression(x, y=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([3]).to_event(1))
+    with numpyro.plate("n", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, NOISE), obs=y)
+
+
+def regression_silos(num, seed=0):
+    rng = np.random.default_rng(seed)
+    out = {}
+    for j in range(num):
+        n = int(rng.integers(5, 40))
+        x = rng.normal(size=(n, 3))
+        out[f"s{j}"] = dict(x=x, y=x @ np.array([1.0, -2.0, 0.5]) + NOISE * rng.normal(size=n))
+    return nf.Silos(out)
+
+
+def closed_form(silos, names=None):
+    """Mean and covariance of the regression's posterior."""
+    precision, shift = np.eye(3) / 100, np.zeros(3)
+    for name in names or silos.names:
+        x, y = silos[name]["x"], silos[name]["y"]
+        precision, shift = precision + x.T @ x / NOISE**2, shift + x.T @ y / NOISE**2
+    cov = np.linalg.inv(precision)
+    return cov @ shift, cov
+
+
+def worst(fit, mean, cov):
+    """The largest error of a mean in sds, and of a covariance in units of the sds."""
+    sd = np.sqrt(np.diag(cov))
+    got_mean, got_cov = fit.method.normal(fit.split, fit.state.server)
+    return max(np.max(np.abs(got_mean - mean) / sd), np.max(np.abs(got_cov - cov) / np.outer(sd, sd)))
+
+
+def run(method, silos, rounds=None, **options):
+    return method.run(jax.random.key(0), silos, rounds, progress_bar=False, **options)
+
+
+# --- conjugate models: the closed form --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", [4, 20])
+@pytest.mark.parametrize("method", [nf.EP, nf.PVI])
+def test_conjugate_regression_is_exact_in_a_sweep(x64, method, num):
+    silos = regression_silos(num)
+    exact = closed_form(silos)
+    fixed = method(regression, tolerance=0)
+    assert worst(run(fixed, silos, num, schedule="sequential"), *exact) < 1e-6
+    together = run(fixed, silos, 1)
+    assert worst(together, *exact) < 1e-6
+    # every site is its silo's likelihood
+    each = together.state.server.sites.each
+    for j, name in enumerate(silos.names):
+        x, y = silos[name]["x"], silos[name]["y"]
+        np.testing.assert_allclose(each.precision[j], x.T @ x / NOISE**2, rtol=1e-7, atol=1e-7)
+        np.testing.assert_allclose(each.shift[j], x.T @ y / NOISE**2, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", [nf.EP, nf.PVI])
+def test_conjugate_regression_from_stale_broadcasts(x64, method):
+    silos = regression_silos(4)
+    fit = run(method(regression, tolerance=0), silos, 40, schedule="asynchronous")
+    assert worst(fit, *closed_form(silos)) < 1e-3
+
+
+def test_the_posterior_is_the_product_of_its_factors_after_every_round(x64):
+    """Under damping, random cohorts and a refined prior: by the changes that were accepted, round by round."""
+    silos, method = regression_silos(4), nf.EP(regression, tolerance=0, damping=0.3)
+    seen = run(method, silos, 1, schedule=nf.schedules.sampled(2))
+    for _ in range(4):
+        before = seen.state.server
+        seen = run(method, silos, 1, schedule=nf.schedules.sampled(2), init_state=seen.state)
+        after = seen.state.server
+        moved = [j for j in range(4) if np.any(after.sites.each.precision[j] != before.sites.each.precision[j])]
+        assert len(moved) <= 2, "a silo that did not take part has the site it had"
+        q = method.q(after)
+        total = after.sites.prior.precision + np.sum(after.sites.each.precision, axis=0)
+        np.testing.assert_allclose(q.precision, total, rtol=1e-10)
+        mean, cov = method.normal(seen.split, after)
+        np.testing.assert_allclose(cov @ np.asarray(q.shift), mean, rtol=1e-10, atol=1e-10)
+
+
+def test_engines_agree(x64):
+    silos, method = regression_silos(4), nf.EP(regression, tolerance=0)
+    one = run(method, silos, 2)
+    other = run(method, silos, 2, engine=nf.engines.Loopback())
+    for a, b in zip(jax.tree.leaves(one.state.server), jax.tree.leaves(other.state.server), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-8)
+    for name in ("bytes_up", "bytes_down"):
+        np.testing.assert_array_equal(one.history[name], other.history[name])
+
+
+def test_float32_programs_keep_natural_parameters_in_float64():
+    silos = nf.Silos({name: _float32(regression_silos(4)[name]) for name in regression_silos(4).names})
+    fit = run(nf.EP(regression), silos)
+    server = fit.state.server
+    assert server.sites.each.precision.dtype == np.float64
+    assert worst(fit, *closed_form(regression_silos(4))) < 1e-5
+    assert fit.sample(jax.random.key(0), 3)["beta"].dtype == np.float32
+    # what a silo sends: 6 + 3 float64, and a value, an effective share and a flag
+    assert fit.history["bytes_up"][0] < 4 * (9 * 8 + 9 + 80)
+
+
+def _float32(args):
+    return {name: np.asarray(value, np.float32) for name, value in args.items()}
+
+
+def test_the_order_of_silos_does_not_matter(x64):
+    silos = regression_silos(4)
+    turned = nf.Silos({name: silos[name] for name in reversed(silos.names)})
+    method = nf.EP(regression)
+    one, other = (method.normal(fit.split, fit.state.server) for fit in (run(method, silos), run(method, turned)))
+    np.testing.assert_allclose(one[0], other[0], rtol=1e-9)
+    np.testing.assert_allclose(one[1], other[1], rtol=1e-9)
+
+
+def test_tied_sites_reach_the_closed_form_of_a_normal_model(x64):
+    """At SEP's fixed point the changes of all silos add up to zero: for normal factors that is the posterior."""
+    silos = regression_silos(4)
+    fit = run(nf.SEP(regression, solver="laplace", tolerance=0), silos, 40)
+    assert worst(fit, *closed_form(silos)) < 1e-6
+    assert fit.state.server.sites.each.precision.shape == (3, 3), "one site, whatever the number of silos"
+
+
+# --- the diagonal family ----------------------------------------------------------------------------------------------
+
+
+def located(mean, precision):
+    """A silo knows its own normal likelihood of two numbers; the prior is flat."""
+    z = numpyro.sample("z", dist.ImproperUniform(dist.constraints.real_vector, (), (2,)))
+    numpyro.factor("likelihood", -0.5 * (z - mean) @ precision @ (z - mean))
+
+
+def test_diagonal_family_finds_the_pooled_mean_from_a_flat_prior(x64):
+    """FedEP's toy: the diagonal family's fixed point has the exact mean; its first round is FedPA's answer."""
+    rng = np.random.default_rng(3)
+    silos, total, shift = {}, np.zeros((2, 2)), np.zeros(2)
+    for j in range(3):
+        root = rng.normal(size=(2, 2))
+        precision, mean = root @ root.T + 0.5 * np.eye(2), rng.normal(size=2)
+        silos[f"s{j}"] = dict(mean=mean, precision=precision)
+        total, shift = total + precision, shift + precision @ mean
+    method = nf.EP(located, family="diagonal", solver="laplace", tolerance=0)
+    fit = run(method, nf.Silos(silos), 60)
+    mean, _ = method.normal(fit.split, fit.state.server)
+    np.testing.assert_allclose(mean, np.linalg.solve(total, shift), atol=1e-8)
+
+
+# --- priors that are not normal ---------------------------------------------------------------------------------------
+
+
+def heavy(x, y=None):
+    z = numpyro.sample("z", dist.StudentT(3.0, 0.0, 1.0))
+    with numpyro.plate("n", x.shape[0]):
+        numpyro.sample("y", dist.Normal(z * x, 2.0), obs=y)
+
+
+def test_a_prior_that_is_not_normal_is_the_users_prior_all_the_same(x64):
+    """With one factor that is not normal EP's moments are exact."""
+    rng = np.random.default_rng(0)
+    silos = nf.Silos({str(j): dict(x=np.ones(3), y=rng.normal(size=3) + 3.0) for j in range(3)})
+    fit = run(nf.EP(heavy, tolerance=0), silos, 15)
+    grid = np.linspace(-15, 15, 40_001)
+    log_density = np.asarray(dist.StudentT(3.0).log_prob(grid))
+    for name in silos.names:
+        log_density = log_density - 0.5 * np.sum((silos[name]["y"][:, None] - grid) ** 2, axis=0) / 4
+    weight = np.exp(log_density - log_density.max())
+    weight /= weight.sum()
+    mean = weight @ grid
+    sd = np.sqrt(weight @ (grid - mean) ** 2)
+    got_mean, got_cov = fit.method.normal(fit.split, fit.state.server)
+    # 128 fixed points integrate a smooth function of one number to about this
+    assert abs(got_mean[0] - mean) < 0.01 * sd
+    assert abs(np.sqrt(got_cov[0, 0]) / sd - 1) < 0.01
+
+
+# --- guards -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Noisy(Laplace):
+    """Moments with an error that often makes sites indefinite and sometimes would make the posterior so."""
+
+    name = "noisy"
+
+    def solve(self, key, ask, factor, frame, own):
+        found = super().solve(key, ask, factor, frame, own)
+        draws = jax.random.normal(key, (5, 3))  # five draws for a covariance in three dimensions
+        mean, root = FULL.moments(found.natural)
+        with jax.enable_x64(True):
+            draws = draws.astype(jnp.float64)
+            spread = (draws - draws.mean(axis=0)) @ root.T
+            noisy = FULL.project(mean + root @ draws[0], spread.T @ spread / 4)
+        return found._replace(natural=noisy)
+
+
+def test_a_thousand_noisy_rounds_leave_a_proper_posterior():
+    silos = nf.Silos({name: _float32(regression_silos(4)[name]) for name in regression_silos(4).names})
+    method = nf.EP(regression, solver=Noisy(), tolerance=0, damping=1.0)
+    improper = 0
+    for seed in range(20):
+        fit = method.run(jax.random.key(seed), silos, 1000, progress_bar=False)
+        # a movement is infinite from or to a posterior that is not proper
+        assert np.all(np.isfinite(fit.history["shift"])) and np.all(np.isfinite(fit.history["loss"]))
+        assert all(np.all(np.isfinite(draws)) for draws in fit.sample(jax.random.key(0), 100).values())
+        improper += np.sum(np.linalg.eigvalsh(fit.state.server.sites.each.precision) < 0)
+    assert improper > 20, "the noise is such that sites are indefinite"
+
+
+def test_a_silo_whose_factor_breaks_down_is_skipped_and_counted():
+    @dataclass(frozen=True)
+    class Broken(Laplace):
+        name = "broken"
+
+        def solve(self, key, ask, factor, frame, own):
+            found = super().solve(key, ask, factor, frame, own)
+            return found._replace(natural=jax.tree.map(lambda leaf: leaf * np.nan, found.natural))
+
+    silos = nf.Silos({name: _float32(regression_silos(4)[name]) for name in regression_silos(4).names})
+    with jax.enable_x64(False):
+        fit = run(nf.EP(regression, solver=Broken(), tolerance=0), silos, 2)
+    np.testing.assert_array_equal(fit.history["skipped"], 4)
+    _, cov = fit.method.normal(fit.split, fit.state.server)
+    np.testing.assert_allclose(cov, 100 * np.eye(3), rtol=1e-6, err_msg="nothing was accepted: the prior")
+
+
+# --- stopping, starts, storage ----------------------------------------------------------------------------------------
+
+
+def test_a_run_stops_when_nothing_moves_and_a_silo_unheard_keeps_it_going(x64):
+    silos = regression_silos(4)
+    fit = run(nf.EP(regression), silos, 50)
+    assert fit.num_rounds == 2, "exact after one round, and the second shows it"
+    lottery = run(nf.EP(regression), silos, 50, schedule=nf.schedules.sampled(1))
+    assert worst(lottery, *closed_form(silos)) < 1e-3
+    assert run(nf.EP(regression, tolerance=0), silos, 5).num_rounds == 5
+
+
+def test_fits_start_one_another(x64, tmp_path):
+    silos = regression_silos(4)
+    exact = closed_form(silos)
+    ep = run(nf.EP(regression), silos, 2)
+    again = run(nf.EP(regression, tolerance=0), silos, 1, init_state=ep.state)
+    assert again.state.round == 3
+    assert worst(again, *exact) < 1e-6
+    vi = nf.SFVI(regression).run(jax.random.key(0), silos, 20, init_state=ep, progress_bar=False)
+    np.testing.assert_allclose(vi.sample(jax.random.key(0), 4000)["beta"].mean(axis=0), exact[0], atol=0.05)
+    assert worst(run(nf.PVI(regression, tolerance=0), silos, 1, init_state=vi), *exact) < 1e-6
+    path = ep.save(tmp_path / "ep")
+    loaded = nf.load(path, nf.EP(regression))
+    for a, b in zip(jax.tree.leaves(loaded.state.server), jax.tree.leaves(ep.state.server), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(loaded.sample(jax.random.key(1), 5)["beta"], ep.sample(jax.random.key(1), 5)["beta"])
+
+
+# --- errors that teach ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nf.EP(regression, family="banded"), "family must be 'full'"),
+        (lambda: nf.EP(regression, damping=1.5), "damping is the share"),
+        (lambda: nf.EP(regression, solver="magic"), "solver must be one of 'is'"),
+        (lambda: nf.EP(regression, tolerance=-1), "tolerance"),
+        (lambda: nf.PVI(regression, solver="is"), "nf.PVI's solver is 'natural' or 'gradient'"),
+        (lambda: nf.EP(regression, server_optim="adam"), "server_optim"),
+    ],
+)
+def test_settings_are_checked_when_they_are_made(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def test_params_have_no_prior_to_be_updated():
+    def model(x, y=None):
+        sigma = numpyro.param("sigma", 1.0, constraint=dist.constraints.positive)
+        beta = numpyro.sample("beta", dist.Normal(0, 1))
+        with numpyro.plate("n", x.shape[0]):
+            numpyro.sample("y", dist.Normal(beta * x, sigma), obs=y)
+
+    silos = nf.Silos({str(j): dict(x=np.ones(4 + j, np.float32), y=np.ones(4 + j, np.float32)) for j in range(2)})
+    with pytest.raises(nf.PartitionError, match=r"no way to learn numpyro.param 'sigma'.*nf.SFVI"):
+        run(nf.EP(model), silos, 1)
+
+
+def test_sfvi_is_not_asynchronous():
+    silos = nf.Silos({name: _float32(regression_silos(4)[name]) for name in regression_silos(4).names})
+    with pytest.raises(ValueError, match=r"no asynchronous schedule: use nf.PVI or nf.EP"):
+        run(nf.SFVI(regression), silos, 1, schedule="asynchronous")
+
+
+# --- points -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d", [1, 2, 5, 10])
+def test_points_are_white_and_enough_of_them_are_stable(d):
+    num = enough_points(d)
+    e = normal_points(d, num)
+    np.testing.assert_allclose(e.mean(axis=0), 0, atol=1e-12)
+    np.testing.assert_allclose(e.T @ e / num, np.eye(d), atol=1e-12)
+    assert largest_eigenvalue(d, num) < 1.8
+    assert d < 5 or largest_eigenvalue(d, num // 4) > 1.8, "not many more than are needed"
