@@ -9,7 +9,7 @@ A few rounds are enough, and a round's message is O(d^2) numbers (O(d) without c
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -115,6 +115,10 @@ class Factorised(Method):
         raise NotImplementedError
 
     # --- what the base class asks for -------------------------------------------------------------------------------
+
+    @property
+    def program(self) -> "Factorised":
+        return replace(self, damping=None, tolerance=0.0)
 
     accepts_stale = True
     stops = True
@@ -317,7 +321,7 @@ class Factorised(Method):
                 accepted = sites.steps_within(family, old, both, steps, ok)
                 moves, opt_state = sites.scaled(jax.tree.map(lambda leaf: sites.zeroed(leaf, ok), both), accepted), ()
             else:
-                moves, opt_state, accepted = self._optimised(server, old, both, steps, ok)
+                moves, opt_state, accepted = self._optimised(server, old, both, ok, not prior.exact)
             each, last = jax.tree.map(lambda m: m[:-1], moves), jax.tree.map(lambda m: m[-1], moves)
             with jax.enable_x64(True):
                 if self.tied:
@@ -355,22 +359,24 @@ class Factorised(Method):
 
         return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
 
-    def _optimised(self, server: Server, q: Natural, changes: Natural, steps: Array, ok: Array) -> tuple:
+    def _optimised(self, server: Server, q: Natural, changes: Natural, ok: Array, refined: bool) -> tuple:
         """The server's optimiser moves q; the sites that were heard move with it, so that their product is still q.
 
-        Each takes its own change, and an equal part of what the optimiser adds to (or leaves out of) their sum.
+        Each takes its own change, and an equal part of what the optimiser adds to (or leaves out of) their sum; a prior
+        that is exact (``refined`` is False) has no part in it.
         """
         family = as_family(self.family)
         changes = jax.tree.map(lambda leaf: sites.zeroed(leaf, ok), changes)
         with jax.enable_x64(True):
             total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), changes)
             update, opt_state = self.server_optim.update(jax.tree.map(jnp.negative, total), server.opt_state, q)
-            share = ok / jnp.maximum(jnp.sum(ok), 1)
+            part = ok if refined else ok.at[-1].set(False)
+            share = part / jnp.maximum(jnp.sum(part), 1)
             rest = jax.tree.map(lambda u, t: server.step * u - t, update, total)
             moves = jax.tree.map(
                 lambda c, r: c + share.reshape(-1, *(1,) * r.ndim).astype(jnp.float64) * r, changes, rest
             )
-            moves = jax.tree.map(lambda m: jnp.where(jnp.any(ok), m, 0.0), moves)
+            moves = jax.tree.map(lambda m: jnp.where(jnp.any(part), m, 0.0), moves)
             combined = jax.tree.map(lambda m: jnp.sum(m, axis=0)[None], moves)
         factor = sites.steps_within(family, q, combined, jnp.ones(1), jnp.ones(1, bool))
         with jax.enable_x64(True):
