@@ -6,6 +6,7 @@ the quotient is exact where factors are normal and a first-order answer elsewher
 """
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -142,7 +143,9 @@ def _joined(old: Silos, new: Silos) -> Silos:
             f"the new silos have other shared arguments ({', '.join(new.shared) or 'none'}) than the fit "
             f"({', '.join(old.shared) or 'none'}), or other values: pass nf.Silos(..., shared=fit.silos.shared)"
         )
-    everyone = Silos({name: part.own(name) for part in (old, new) for name in part}, shared=old.shared)
+    with warnings.catch_warnings():  # said when they were made
+        warnings.simplefilter("ignore", UserWarning)
+        everyone = Silos({name: part.own(name) for part in (old, new) for name in part}, shared=old.shared)
     everyone.own_counts = old.own_counts | new.own_counts
     return everyone
 
