@@ -89,17 +89,17 @@ def test_path_is_that_of_centralised_structured_inference(x64, sizes):
         "b": jnp.zeros(n), "b_log_scale": jnp.zeros(n), "C": jnp.zeros((n, d)),
     }  # fmt: skip
     optim = optax.adam(0.05)
-    state = optim.init(params)
-    losses = []
-    step = jax.jit(jax.value_and_grad(negative_elbo))
-    for t in range(rounds):
+
+    def step(carry, t):
+        params, state = carry
         eps_local = jnp.concatenate(
             [normal(t, name, (m, 1, 1))[:, 0, 0] for name, m in zip(silos.names, sizes, strict=True)]
         )
-        loss, gradient = step(params, normal(t, None, (d,)), eps_local)
+        loss, gradient = jax.value_and_grad(negative_elbo)(params, normal(t, None, (d,)), eps_local)
         updates, state = optim.update(gradient, state, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(loss)
+        return (optax.apply_updates(params, updates), state), loss
+
+    (params, _), losses = jax.lax.scan(step, (params, optim.init(params)), jnp.arange(rounds))
 
     assert guide.global_cov == "full"
     np.testing.assert_allclose(fit.history["loss"], losses, rtol=1e-10)
@@ -114,7 +114,7 @@ def test_path_is_that_of_centralised_structured_inference(x64, sizes):
         np.testing.assert_allclose(own["coupling"][: sizes[i], 0], params["C"][rows], atol=1e-10)
 
 
-@pytest.mark.parametrize("num_silos", [1, 2, 5, 20])
+@pytest.mark.parametrize("num_silos", [1, 20])
 def test_conjugate_hierarchy_is_exact(num_silos):
     """Mean within 0.01 sd, sd within 1 %, with the default settings; read off the guide, so no Monte Carlo error."""
     silos = normal_silos(num_silos)
@@ -127,7 +127,7 @@ def test_conjugate_hierarchy_is_exact(num_silos):
     assert abs(float(guide.covariance(server.params, server.base)[0, 0]) ** 0.5 / sd - 1) < 0.01
 
 
-@pytest.mark.parametrize("num_silos", [1, 2, 5, 20])
+@pytest.mark.parametrize("num_silos", [1, 20])
 def test_conjugate_regression_is_exact(num_silos):
     """No locals, three correlated coefficients, against the closed form."""
 

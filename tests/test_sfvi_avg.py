@@ -207,8 +207,8 @@ def test_crossed_rows_are_counted_once():
             numpyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
     silos = nf.Silos([dict(y=np.ones((n, 4), "f")) for n in (3, 6)])
-    fit = nf.SFVIAvg(crossed, local_steps=1).run(jax.random.key(0), silos, 1, progress_bar=False)
-    np.testing.assert_array_equal(_sizes(fit.split), [3, 6])
+    prepared, _ = nf.SFVIAvg(crossed).ready(silos)
+    np.testing.assert_array_equal(_sizes(prepared.split), [3, 6])
 
 
 def test_engines_agree(x64):
@@ -236,9 +236,7 @@ def test_bad_settings():
     with pytest.raises(ValueError, match=r"or use nf.SFVI with this guide"):
         nf.SFVIAvg(groups, guide=nf.guides.StructuredNormal(global_guide=numpyro.infer.autoguide.AutoNormal))
     with pytest.warns(UserWarning, match="one silo, so there is nothing to average"):
-        nf.SFVIAvg(groups, local_steps=2).run(
-            jax.random.key(0), nf.Silos([dict(y=np.ones(3, "f"))]), 1, progress_bar=False
-        )
+        nf.SFVIAvg(groups).ready(nf.Silos([dict(y=np.ones(3, "f"))]))
 
 
 # --- each silo alone ------------------------------------------------------------------------------------------------
