@@ -60,7 +60,7 @@ class Engine(Protocol):
         first: int,
         cohorts: Any,
         count: int,
-        brief: bool = False,  # the program will run a few rounds only: compile it quickly
+        effort: str = "most",  # of the compiler: "most" for thousands of rounds, "some" for tens, "least" for a few
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]: ...
 
 

@@ -51,7 +51,7 @@ class Loopback:
         first: int,
         cohorts: Any,
         count: int,
-        brief: bool = False,
+        effort: str = "most",
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
         algorithm = apart(algorithm, jax.config.read("jax_enable_x64"))
         with jax.enable_x64(True):

@@ -38,12 +38,12 @@ class Vmap:
         first: int,
         cohorts: Any,
         count: int,
-        brief: bool = False,
+        effort: str = "most",
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
         if cohorts is not None and len(cohorts) < CHUNK:
             cohorts = np.concatenate([cohorts, np.repeat(cohorts[-1:], CHUNK - len(cohorts), axis=0)])
         server, silos = strong((server, silos))
-        compiled = _brief_rounds if brief else _rounds
+        compiled = _ROUNDS[effort]
         names = stack.names, _bucket_names(stack)
         algorithm = apart(algorithm, jax.config.read("jax_enable_x64"))
         with jax.enable_x64(True):
@@ -160,5 +160,9 @@ def _run_rounds(
     return jax.lax.fori_loop(0, count, body, (server, silos, history))
 
 
-_rounds = jax.jit(_run_rounds, static_argnums=(0, 1, 2))
-_brief_rounds = jax.jit(_run_rounds, static_argnums=(0, 1, 2), compiler_options=UNOPTIMISED)
+# XLA's fusion emitters take half of the time to compile, and gain little in programs of this size.
+_QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+_ROUNDS = {
+    effort: jax.jit(_run_rounds, static_argnums=(0, 1, 2), compiler_options=options)
+    for effort, options in (("most", None), ("some", _QUICK), ("least", UNOPTIMISED))
+}

@@ -68,6 +68,11 @@ class Method:
 
     # --- what a method says of itself -------------------------------------------------------------------------------
 
+    @property
+    def program(self) -> "Method":
+        """The method without the settings that are not part of its compiled program."""
+        return self
+
     def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
         """The method's algorithm for this model, and how to find a start."""
         raise NotImplementedError
@@ -107,6 +112,7 @@ class Method:
         """A server state whose steps suit the schedule."""
         return server
 
+    effort = "most"  # of the compiler: "some" where a run has few rounds
     stops = False  # whether `settled` may end a run before its last round
 
     def settled(self, history: dict[str, np.ndarray]) -> bool:
@@ -124,7 +130,7 @@ class Method:
 
     def ready(self, silos: Silos) -> tuple[Prepared, Stack]:
         """The method prepared for these silos (from memory, if it has met such shapes before), and their data."""
-        key = (self, _signature(silos))
+        key = (self.program, _signature(silos))
         if key in _prepared:
             _prepared.move_to_end(key)
             prepared = _prepared[key]
@@ -271,7 +277,7 @@ class _Runner:
             while done < limit:
                 count = min(START_CHUNK, limit - done)
                 server, states, info = self.engine.rounds(
-                    algorithm, key, self.stack, server, states, done, None, count, brief=True
+                    algorithm, key, self.stack, server, states, done, None, count, effort="least"
                 )
                 done += count
                 gain = info.pop("gain")
@@ -350,7 +356,15 @@ class _Runner:
                     cohorts = schedule.cohorts(cohort_key, names, first + done, count)
                     good = server, states
                     server, states, info = self.engine.rounds(
-                        algorithm, self.key, self.stack, server, states, first + done, cohorts, count
+                        algorithm,
+                        self.key,
+                        self.stack,
+                        server,
+                        states,
+                        first + done,
+                        cohorts,
+                        count,
+                        self.method.effort,
                     )
                     bad = np.flatnonzero(~np.isfinite(info["loss"]))
                     if not bad.size and not _finite(server):  # a loss can be that of the round's beginning
@@ -376,7 +390,7 @@ class _Runner:
         if algorithm is None:
             return
         sent = self._traffic(algorithm, server, states)
-        _, _, info = self.engine.rounds(algorithm, self.key, self.stack, server, states, 0, None, 1, brief=True)
+        _, _, info = self.engine.rounds(algorithm, self.key, self.stack, server, states, 0, None, 1, effort="least")
         for name, size in (("bytes_up", sent.up), ("bytes_down", sent.down)):
             last = np.array(self.history[-1][name])
             last[-1] += len(self.stack.names) * size
@@ -388,7 +402,9 @@ class _Runner:
     ) -> None:
         """Run the chunk again up to the round whose message was not finite; a gradient can be so before the loss is."""
         for count in range(bad, -1, -1):
-            server, states, info = self.engine.rounds(algorithm, self.key, self.stack, *good, first, cohorts, count)
+            server, states, info = self.engine.rounds(
+                algorithm, self.key, self.stack, *good, first, cohorts, count, self.method.effort
+            )
             if _finite((server, states)):
                 break
         if count:

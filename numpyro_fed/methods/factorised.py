@@ -122,6 +122,7 @@ class Factorised(Method):
 
     accepts_stale = True
     stops = True
+    effort = "some"
 
     def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
         self._check_model(split)

@@ -18,7 +18,10 @@ further. They differ in the variances:
 **Fisher information without a gradient for each datum.** With all observations redrawn from the model at z, the
 silo's score has mean zero and covariance F(z): so the mean square of its elements over redraws is the diagonal of F.
 Each redraw is a chi-squared variable with one degree of freedom, so R of them have a relative error of
-:math:`\sqrt{2 / R}`; the server, which takes shorter steps with every visit, averages the rest away.
+:math:`\sqrt{2 / R}`, of the silo's own information, not of the posterior's.
+
+At a fixed point of EP with Identity or Fisher the gradients of prior and factors sum to zero: its mean is the mode of
+the pooled posterior, whatever the variances. Those of Fisher and NGVI are conditional variances, as of any mean field.
 """
 
 from collections.abc import Callable
@@ -68,7 +71,9 @@ class Linear(Solver):
 
     num_steps: int = 200
     optim: Any = None
-    noisy = True
+    # Not `noisy`: steps that fall with every visit would reach the mean too late. Where variances are all that is kept,
+    # many rounds are needed, and the server shortens its steps when Monte Carlo error is all that moves the posterior.
+    noisy = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
@@ -88,17 +93,15 @@ class Linear(Solver):
         cavity = quotient(ask.q, ask.site)
         begin, variance_key = jax.random.split(key)
         at, frame = self._mode(begin, ask, cavity, factor, frame)
-        found, frame = self._found(variance_key, ask, cavity, factor, at, frame)
+        found = self._found(variance_key, ask, cavity, factor, at, frame)
         mean, sds = ask.family.moments(found)
         value = co.log_evidence(
             ask, co.Coordinates(mean, sds), cavity, factor.log_f(single(mean), frame, factor.nodes(None))
         )
         return Solved(found, value, jnp.ones(()), ask.family.proper(found), frame)
 
-    def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any
-    ) -> tuple[Natural, Any]:
-        """The projection, given the mode, and the frame of the locals."""
+    def _found(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any) -> Natural:
+        """The projection, given the mode and the locals' frame there."""
         raise NotImplementedError
 
     def _mode(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, frame: Any) -> tuple[co.Coordinates, Any]:
@@ -141,21 +144,18 @@ class Identity(Linear):
 
     scale: float = 1.0
     name = "identity"
-    noisy = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.scale, int | float) or not self.scale > 0:
             raise ValueError(f"scale is the precision of one observation, a positive number, got {self.scale!r}")
 
-    def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any
-    ) -> tuple[Natural, Any]:
+    def _found(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any) -> Natural:
         if factor.num_obs is None:  # the server's prior holds no observations
             place = _place(at, cavity, factor, frame)
-            return _natural(ask.family, at, cavity, _curvature(key, place.log_f, at.mean.shape)), frame
+            return _natural(ask.family, at, cavity, _curvature(key, place.log_f, at.mean.shape))
         information = jnp.broadcast_to(self.scale * factor.num_obs, at.mean.shape) * single(at.root) ** 2
-        return _natural(ask.family, at, cavity, information), frame
+        return _natural(ask.family, at, cavity, information)
 
 
 @dataclass(frozen=True)
@@ -172,11 +172,9 @@ class Fisher(Linear):
     num_draws: int = 64
     name = "fisher"
 
-    def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any
-    ) -> tuple[Natural, Any]:
+    def _found(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any) -> Natural:
         place = _place(at, cavity, factor, frame)
-        return _natural(ask.family, at, cavity, _information(key, factor, place, self.num_draws)), frame
+        return _natural(ask.family, at, cavity, _information(key, factor, place, self.num_draws))
 
 
 @dataclass(frozen=True)
@@ -204,9 +202,7 @@ class NGVI(Linear):
     num_draws: int = 16
     name = "ngvi"
 
-    def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any
-    ) -> tuple[Natural, Any]:
+    def _found(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any) -> Natural:
         start_key, key = jax.random.split(key)
         place = _place(at, cavity, factor, frame)
         information = _information(start_key, factor, place, self.num_draws)
@@ -234,7 +230,7 @@ class NGVI(Linear):
         given = jnp.arange(self.num_updates), jax.random.split(key, self.num_updates)
         (x, information, _), _ = jax.lax.scan(update, (x, information * scale**2, optim.init(x)), given)
         at = _moved(at, x, jnp.ones_like(x))
-        return _natural(ask.family, at, cavity, information, mean_of_precisions=True), frame
+        return _natural(ask.family, at, cavity, information, mean_of_precisions=True)
 
 
 @dataclass(frozen=True)
@@ -246,7 +242,7 @@ class IASG(Linear):
     did to the iterates' variance, exactly and for every h. (FedPA averages an epoch of minibatch steps, whose noise has
     no known size.) The step is ``step_size`` over the largest curvature, which power iteration finds.
 
-    Variances are shrunk towards their mean, in units of the curvature at the mode, by as much as their Monte Carlo
+    Variances are shrunk towards their mean, in units of the Hessian's rows at the mode, by as much as their Monte Carlo
     error is of their spread (Opgen-Rhein and Strimmer 2007).
 
     Args:
@@ -266,13 +262,10 @@ class IASG(Linear):
     shrinkage: float | None = None
     name = "iasg"
 
-    def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any
-    ) -> tuple[Natural, Any]:
+    def _found(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any) -> Natural:
         curve_key, power_key, begin_key, key = jax.random.split(key, 4)
         place = _place(at, cavity, factor, frame)
-        curvature = jnp.abs(_curvature(curve_key, place.density, at.mean.shape))
-        scale = jax.lax.rsqrt(jnp.maximum(curvature, LEAST))
+        scale = jax.lax.rsqrt(jnp.maximum(_row_norms(curve_key, place.density, at.mean.shape), LEAST))
         at = _moved(at, jnp.zeros_like(scale), scale)
         place = _place(at, cavity, factor, frame)
         uphill = jax.grad(place.density)
@@ -305,11 +298,11 @@ class IASG(Linear):
             error = 2 * variance**2 / num
         centre = jnp.mean(variance)
         share = jnp.clip(jnp.sum(error) / jnp.maximum(jnp.sum((variance - centre) ** 2), 1e-30), 0.0, 1.0)
-        share = share if self.shrinkage is None else self.shrinkage
-        variance = (1 - share) * variance + share * centre
+        shrinkage = share if self.shrinkage is None else self.shrinkage
+        variance = (1 - shrinkage) * variance + shrinkage * centre
         at = _moved(at, mean, jnp.sqrt(variance))
         with jax.enable_x64(True):
-            return ask.family.project(at.mean, at.root**2), frame
+            return ask.family.project(at.mean, at.root**2)
 
 
 # --- coordinates ----------------------------------------------------------------------------------------------------
@@ -381,9 +374,17 @@ def _information(key: Array, factor: Factor, place: Place, num_draws: int) -> Ar
 
 def _curvature(key: Array, density: Callable, shape: tuple[int, ...], probes: int = PROBES) -> Array:
     """The diagonal of minus a Hessian at zero: v times Hv, for random signs v; exact where H is diagonal."""
+    return -jnp.mean(_probed(key, density, shape, probes, lambda v, hv: v * hv), axis=0)
+
+
+def _row_norms(key: Array, density: Callable, shape: tuple[int, ...]) -> Array:
+    """Of a Hessian at zero. Near its diagonal, never far below it, and so a safe scale for steps."""
+    return jnp.sqrt(jnp.mean(_probed(key, density, shape, PROBES, lambda v, hv: hv**2), axis=0))
+
+
+def _probed(key: Array, density: Callable, shape: tuple[int, ...], probes: int, what: Callable) -> Array:
     signs = jax.random.rademacher(key, (probes, *shape)).astype(jnp.zeros(()).dtype)
-    each = jax.lax.map(lambda v: -v * _times_hessian(jax.grad(density), v), signs)
-    return jnp.mean(each, axis=0)
+    return jax.lax.map(lambda v: what(v, _times_hessian(jax.grad(density), v)), signs)
 
 
 def _times_hessian(gradient: Callable, v: Array) -> Array:
