@@ -5,6 +5,7 @@ it starts at the prior's moments and the server refines it like any other site: 
 approximation of its prior.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,8 @@ from numpyro_fed.guides.traced import initial
 from numpyro_fed.split_model import SplitModel
 
 Array = Any
-DRAWS = 4096
+MOST_DENSE = 500  # dimensions in which the prior's Hessian is looked at as a matrix
+DRAWS, FEWEST, MOST_DRAWN = 4096, 256, 2**25  # of a prior that is not normal; numbers in all of them
 TAIL = 0.005  # of the draws on either side: a Cauchy has no moments
 
 
@@ -32,23 +34,51 @@ def normal_prior(split: SplitModel, family: Normal) -> Prior:
     d = split.dim
     with jax.enable_x64(True):  # no draws are made here, so the model may be traced in float64
         log_prior = lambda z: split.log_prior(z, split.theta)
-        hessian = jax.jit(jax.hessian(log_prior))
-        places = np.random.default_rng(0).normal(size=(3, d)) * np.array([[0.3], [1.0], [2.0]])
-        found = np.stack([hessian(jnp.asarray(z)) for z in places])
-        slope, at_zero = jax.jit(jax.grad(log_prior))(jnp.zeros(d)), float(log_prior(jnp.zeros(d)))
-        size = np.max(np.abs(found))
-        quadratic = np.all(np.isfinite(found)) and np.max(np.abs(found - found[0])) <= 1e-5 * size
-        diagonal = np.max(np.abs(found[0] - np.diag(np.diag(found[0])))) <= 1e-9 * size
-        same = np.ptp(np.diag(found[0])) <= 1e-9 * size
-        kept = {"full": True, "diagonal": diagonal, "identity": diagonal and same}[family.kind]
-        if quadratic and kept:
-            precision = -jnp.asarray(found[0])
-            if family.kind != "full":
-                precision = jnp.diagonal(precision)
-                precision = jnp.mean(precision) if family.kind == "identity" else precision
-            return Prior(Natural(precision, jnp.asarray(slope, jnp.float64)), True, at_zero)
-    keys = jax.random.split(jax.random.key(0), DRAWS)
+        dense = d <= MOST_DENSE or family.kind == "full"
+        precision = (_dense if dense else _diagonal)(log_prior, d, family)
+        if precision is not None:
+            slope, at_zero = jax.jit(jax.grad(log_prior))(jnp.zeros(d)), float(log_prior(jnp.zeros(d)))
+            return Prior(Natural(jnp.asarray(precision), jnp.asarray(slope, jnp.float64)), True, at_zero)
+    keys = jax.random.split(jax.random.key(0), int(np.clip(MOST_DRAWN // d, FEWEST, DRAWS)))
     draws = np.asarray(jax.jit(jax.vmap(lambda key: initial(split, init_to_sample, key)))(keys), np.float64)
     low, high = np.nanquantile(draws, [TAIL, 1 - TAIL], axis=0)
     draws = np.clip(draws, low, high)
     return Prior(family.project(draws.mean(axis=0), draws.var(axis=0)), False, 0.0)
+
+
+def _places(d: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(3, d)) * np.array([[0.3], [1.0], [2.0]])
+
+
+def _dense(log_prior: Callable, d: int, family: Normal) -> np.ndarray | None:
+    """The precision, if the log density is quadratic and the family can keep it."""
+    hessian = jax.jit(jax.hessian(log_prior))
+    found = np.stack([hessian(jnp.asarray(z)) for z in _places(d)])
+    size = np.max(np.abs(found))
+    quadratic = np.all(np.isfinite(found)) and np.max(np.abs(found - found[0])) <= 1e-5 * size
+    diagonal = np.diag(found[0])
+    alone = np.max(np.abs(found[0] - np.diag(diagonal))) <= 1e-9 * size
+    if not quadratic or (family.kind != "full" and not alone):
+        return None
+    return -found[0] if family.kind == "full" else _kept(-diagonal, size, family)
+
+
+def _diagonal(log_prior: Callable, d: int, family: Normal) -> np.ndarray | None:
+    """The same without a matrix, for families without correlations.
+
+    A Hessian H is the same everywhere if Hv is, for random v; it is diagonal, D, if H1 = D1 and Hv = Dv.
+    """
+    times = jax.jit(lambda z, v: jax.jvp(jax.grad(log_prior), (z,), (v,))[1])
+    probes = np.concatenate([np.ones((1, d)), np.random.default_rng(1).normal(size=(2, d))])
+    found = np.stack([[times(jnp.asarray(z), jnp.asarray(v)) for v in probes] for z in _places(d)])
+    size = np.max(np.abs(found))
+    quadratic = np.all(np.isfinite(found)) and np.max(np.abs(found - found[0])) <= 1e-5 * size
+    diagonal = found[0, 0]
+    alone = np.max(np.abs(found[0] - probes * diagonal)) <= 1e-9 * size
+    return _kept(-diagonal, size, family) if quadratic and alone else None
+
+
+def _kept(precision: np.ndarray, size: float, family: Normal) -> np.ndarray | None:
+    if family.kind == "diagonal":
+        return precision
+    return np.mean(precision) if np.ptp(precision) <= 1e-9 * size else None

@@ -258,7 +258,7 @@ class IASG(Linear):
     num_samples: int = 30
     num_warmup: int = 10
     thinning: int = 10
-    step_size: float = 0.5
+    step_size: float = 1.0
     shrinkage: float | None = None
     name = "iasg"
 
