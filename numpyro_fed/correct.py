@@ -139,7 +139,7 @@ def correct(fit: "Fit", rng_key: Any, num_points: int, engine: Any) -> "Fit":
     centre = jnp.asarray(mean, places.dtype)
     server = server._replace(sent=Sent(jnp.asarray(places), centre, fit.method.theta(fit.state.server)))
     sent = traffic(run, server, jax.tree.map(lambda leaf: leaf[0], states[0]), stack.data(stack.buckets[0].names[0]))
-    server, _, info = engine.rounds(run, key, stack, server, states, fit.state.round, None, 1)
+    server, _, info = engine.rounds(run, key, stack, server, states, fit.state.round, None, 1, "some")
     log_weights = np.asarray(server.log_prior, np.float64) + np.asarray(server.log_f) - log_proposal
     log_weights = np.where(np.isfinite(log_weights), log_weights, -np.inf)
     if not np.any(np.isfinite(log_weights)):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Array = Any
 NOTHING = 1e-6  # a direction in which a site adds less than this share to the others' precision says nothing
-SHOWN = 30  # silos of a table or plot
+SHOWN, ACROSS = 30, 16  # silos and parameters of a table or plot
 
 
 # --- silos that leave and join --------------------------------------------------------------------------------------
@@ -290,12 +290,12 @@ class Influence(_Reading):
         """Mean shifts, silos by parameters, the most influential first."""
         shifts = _wide(self.table, "shift")
         order = shifts.abs().max(axis=1).fillna(np.inf).sort_values(ascending=False, kind="stable").index
-        return shifts.loc[order].round(2)
+        return _foremost(shifts.loc[order].round(2) + 0.0)  # no -0.0
 
     def notes(self) -> list[str]:
         lines = ["Shift of the mean by each silo, in sds of the posterior; .table has sd ratios, too."]
         improper = _missing(self.table, "shift")
-        return lines + [_improper(improper)] * bool(improper)
+        return lines + [_improper(improper)] * bool(improper) + _left_out(self.table)
 
     def plot(self) -> Any:
         """Shifts as a table in colour, silos by parameters, as a matplotlib Figure."""
@@ -318,7 +318,7 @@ class Conflict(_Reading):
         found = self.table.set_index("silo").sort_values("p_value", kind="stable", na_position="first")
         told = found["p_value"].map(lambda p: None if np.isnan(p) else f"{p:.3g}")
         shown = found.assign(statistic=found["statistic"].round(2), p_value=told).rename_axis(None)
-        return shown.join(_wide(self.by_parameter, "z").round(2).add_prefix("z "))
+        return shown.join(_foremost(_wide(self.by_parameter, "z").round(2) + 0.0).add_prefix("z "))
 
     def notes(self) -> list[str]:
         improper, p = _missing(self.table, "statistic"), self.table.set_index("silo")["p_value"].dropna()
@@ -328,12 +328,13 @@ class Conflict(_Reading):
                 f"The smallest p-value is {p.idxmin()}'s: {p.min():.3g}; times {len(p)} silos looked at, "
                 f"{min(1.0, len(p) * p.min()):.3g}."
             )
-        return lines + [_improper(improper)] * bool(improper)
+        return lines + [_improper(improper)] * bool(improper) + _left_out(self.by_parameter)
 
     def plot(self) -> Any:
         """z by silo and parameter as a table in colour, with p-values, as a matplotlib Figure."""
         p = self.table.set_index("silo")["p_value"]
-        z = _wide(self.by_parameter, "z").loc[p.sort_values(na_position="first", kind="stable").index].head(SHOWN)
+        order = p.sort_values(na_position="first", kind="stable").index
+        z = _foremost(_wide(self.by_parameter, "z").loc[order].round(2) + 0.0).head(SHOWN)
         z.index = [f"{name}  (p = {p[name]:.2g})" for name in z.index]
         return _heat_map(z, "z: silo against the others", least=3.0)
 
@@ -409,6 +410,17 @@ def _wide(table: pd.DataFrame, column: str) -> pd.DataFrame:
     wide = table.pivot(index="silo", columns="parameter", values=column)
     wide = wide.loc[list(dict.fromkeys(table["silo"])), list(dict.fromkeys(table["parameter"]))]
     return wide.rename_axis(index=None, columns=None)
+
+
+def _foremost(wide: pd.DataFrame) -> pd.DataFrame:
+    """The parameters with the largest values, where there are too many to show."""
+    largest = wide.abs().max().nlargest(ACROSS).index
+    return wide if wide.shape[1] <= ACROSS else wide[[name for name in wide if name in largest]]
+
+
+def _left_out(table: pd.DataFrame) -> list[str]:
+    num = table["parameter"].nunique()
+    return [f"Shown are {ACROSS} of {num} parameters, those with the largest values."] * (num > ACROSS)
 
 
 def _missing(table: pd.DataFrame, column: str) -> list[str]:

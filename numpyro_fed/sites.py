@@ -19,6 +19,7 @@ from numpyro_fed.families import Natural, Normal, double, product, quotient, sum
 
 Array = Any
 HALVINGS = 10
+TRUST = 16.0  # a round changes no variance by more than this factor, once every silo has been heard
 
 
 class Sites(NamedTuple):
@@ -55,16 +56,37 @@ def scaled(changes: Natural, steps: Array) -> Natural:
     return run(changes, steps)
 
 
-def steps_within(family: Normal, q: Natural, changes: Natural, steps: Array, ok: Array) -> Array:
-    """How much of each change (stacked) the server accepts: ``steps`` if the posterior stays proper, else less.
+def acceptable(family: Normal, old: Natural, new: Natural, free: Array) -> Array:
+    """Whether a posterior may follow another: it is proper, and (unless ``free``) it is not a different one altogether.
 
-    First all together. If that fails, each change is halved until it would leave the posterior proper on its own (0
-    when it never does), and then all of them together until the sum does. Proper normals are a convex set, so a J-th of
-    each is always enough: no good message is lost to a bad one. Nothing depends on the order of the silos.
+    Noisy messages can be amplified by one another, with sites that grow without bounds and cancel; so a round changes
+    no variance by more than a factor of ``TRUST``, in any direction.
+    """
+    near = family.proper(_combined(TRUST, new, old)) & family.proper(_combined(TRUST, old, new))
+    return family.proper(new) & (free | near)
+
+
+def _combined(factor: float, a: Natural, b: Natural) -> Natural:
+    """factor a - b."""
+    with jax.enable_x64(True):
+        return jax.tree.map(lambda x, y: factor * x - y, a, b)
+
+
+def steps_within(
+    family: Normal, q: Natural, changes: Natural, steps: Array, ok: Array, free: Array | bool = True
+) -> Array:
+    """How much of each change (stacked) the server accepts: ``steps`` if the posterior stays `acceptable`, else less.
+
+    First all together. If that fails, each change is halved until it would be acceptable on its own (0 when it never
+    is), and then all of them together until the sum is. Acceptable posteriors are a convex set, so a J-th of each is
+    always enough: no good message is lost to a bad one. Nothing depends on the order of the silos.
     """
     changes = jax.tree.map(lambda leaf: zeroed(leaf, ok), changes)
     with jax.enable_x64(True):
         steps = jnp.where(ok, steps, 0.0).astype(jnp.float64)
+
+    def fine(new: Natural) -> Array:
+        return acceptable(family, q, new, free)
 
     def after(steps: Array) -> Natural:
         return product(q, summed(scaled(changes, steps)))
@@ -79,7 +101,7 @@ def steps_within(family: Normal, q: Natural, changes: Natural, steps: Array, ok:
         def alone(change: Natural, step: Array) -> Array:
             with jax.enable_x64(True):
                 tries = halves * step
-                proper = jax.vmap(lambda s: family.proper(jax.tree.map(lambda a, b: a + s * b, q, change)))(tries)
+                proper = jax.vmap(lambda s: fine(jax.tree.map(lambda a, b: a + s * b, q, change)))(tries)
                 return jnp.where(jnp.any(proper), tries[jnp.argmax(proper)], 0.0)
 
         own = jax.vmap(alone)(changes, steps)
@@ -87,7 +109,7 @@ def steps_within(family: Normal, q: Natural, changes: Natural, steps: Array, ok:
         def improper(carry: tuple) -> Array:
             count, factor = carry
             with jax.enable_x64(True):
-                return (count < 3 * HALVINGS) & ~family.proper(after(factor * own))
+                return (count < 3 * HALVINGS) & ~fine(after(factor * own))
 
         def halve(carry: tuple) -> tuple:
             count, factor = carry
@@ -99,9 +121,9 @@ def steps_within(family: Normal, q: Natural, changes: Natural, steps: Array, ok:
         factor = jax.lax.while_loop(improper, halve, begin)[1]
         with jax.enable_x64(True):
             accepted = factor * own
-            return jnp.where(family.proper(after(accepted)), accepted, 0.0)
+            return jnp.where(fine(after(accepted)), accepted, 0.0)
 
-    return jax.lax.cond(family.proper(after(steps)), everything, less, None)
+    return jax.lax.cond(fine(after(steps)), everything, less, None)
 
 
 def zeroed(leaf: Array, ok: Array) -> Array:

@@ -354,17 +354,9 @@ class _Runner:
                 while done < num_rounds:
                     count = min(size, num_rounds - done)
                     cohorts = schedule.cohorts(cohort_key, names, first + done, count)
-                    good = server, states
+                    good, effort = (server, states), self.method.effort
                     server, states, info = self.engine.rounds(
-                        algorithm,
-                        self.key,
-                        self.stack,
-                        server,
-                        states,
-                        first + done,
-                        cohorts,
-                        count,
-                        self.method.effort,
+                        algorithm, self.key, self.stack, server, states, first + done, cohorts, count, effort
                     )
                     bad = np.flatnonzero(~np.isfinite(info["loss"]))
                     if not bad.size and not _finite(server):  # a loss can be that of the round's beginning

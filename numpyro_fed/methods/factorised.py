@@ -121,8 +121,11 @@ class Factorised(Method):
         return replace(self, damping=None, tolerance=0.0)
 
     accepts_stale = True
-    stops = True
     effort = "some"
+
+    @property
+    def stops(self) -> bool:  # type: ignore[override]
+        return self.tolerance > 0
 
     def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
         self._check_model(split)
@@ -266,10 +269,12 @@ class Factorised(Method):
                 solver.start(family, d),
             )
 
+        def settling(server: Server, q: Natural) -> Array:
+            return jnp.any(server.visits == 0) | ~family.proper(q)
+
         def broadcast(key: Array, server: Server) -> Broadcast:
             q = sites.posterior(server.sites, self.tied)
-            settling = jnp.any(server.visits == 0) | ~family.proper(q)
-            return Broadcast(Sent(family.pack(q), settling), family.pack(sites.of(server.sites, shares)))
+            return Broadcast(Sent(family.pack(q), settling(server, q)), family.pack(sites.of(server.sites, shares)))
 
         def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
             frame, found = start_frame(split, data), None
@@ -319,7 +324,7 @@ class Factorised(Method):
                 calm = jnp.where(server.calming, 1 / (1 + 0.5 * visits.astype(jnp.float64)), 1.0)
                 steps = jnp.where(visits == 0, server.first_step, server.step * calm)
             if optim is None:
-                accepted = sites.steps_within(family, old, both, steps, ok)
+                accepted = sites.steps_within(family, old, both, steps, ok, settling(server, old))
                 moves, opt_state = sites.scaled(jax.tree.map(lambda leaf: sites.zeroed(leaf, ok), both), accepted), ()
             else:
                 moves, opt_state, accepted = self._optimised(server, old, both, ok, not prior.exact)
@@ -338,7 +343,7 @@ class Factorised(Method):
             restless = server.wary & (distance > RESTLESS * jnp.max(server.moving[index])) & (distance > 1e-3)
             moving = server.moving.at[index].set(distance)
             info = {
-                "loss": -(normaliser + jnp.sum(values)),
+                "loss": -jnp.clip(jnp.nan_to_num(normaliser + jnp.sum(values)), -UNHEARD, UNHEARD),
                 "divergence": far.divergence,
                 "shift": far.shift,
                 "moving": jnp.max(moving),
