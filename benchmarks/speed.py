@@ -21,7 +21,11 @@ from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_fed as nf
 from examples.six_cities import model
-from numpyro_fed.engines.vmap import CHUNK
+from numpyro_fed.algorithm import Cohort
+from numpyro_fed.engines.base import apart, sent_to, stacked
+from numpyro_fed.engines.vmap import _QUICK, CHUNK
+from numpyro_fed.methods import base
+from numpyro_fed.padding import silo_data
 
 DATA = nf.datasets.six_cities()
 
@@ -102,6 +106,61 @@ def total_compile(make):
     return make()[1]
 
 
+def unequal_silos(num):
+    """The children in silos whose sizes all differ."""
+    sizes = np.arange(1, num + 1) / (num * (num + 1) / 2)
+    cuts = np.round(np.cumsum(sizes)[:-1] * len(DATA.smoke)).astype(int)
+    labels = np.searchsorted(cuts, np.arange(len(DATA.smoke)), side="right")
+    return nf.split(labels, shared=dict(age=DATA.age), **rows(1))
+
+
+def ep_together(silos, num_rounds):
+    """Seconds of an EP fit, everything compiled anew; and of its first and second round, warm."""
+    jax.clear_caches()
+    base._prepared.clear()
+    method, key = nf.EP(model, tolerance=0), jax.random.key(0)
+    seconds = timed(lambda: method.run(key, silos, num_rounds, progress_bar=False).state.server)
+    prepared, stack = method.ready(silos)
+    engine = nf.engines.Vmap()
+    server, states = engine.start(prepared.algorithm, key, stack)
+    server = method.with_schedule(prepared, server, nf.schedules.as_schedule(None), stack.names)
+    one = lambda server, states, r: engine.rounds(
+        prepared.algorithm, key, stack, server, states, r, None, 1, method.effort
+    )
+    first = min(timed(lambda: one(server, states, 0)) for _ in range(3))
+    server, states, _ = one(server, states, 0)
+    return seconds, first, min(timed(lambda: one(server, states, 1)) for _ in range(3))
+
+
+def ep_apart(silos, num_rounds):
+    """Seconds of the same fit silo by silo: nothing padded, a program for each silo."""
+    jax.clear_caches()
+    base._prepared.clear()
+
+    def run():
+        method, key = nf.EP(model, tolerance=0), jax.random.key(0)
+        prepared, stack = method.ready(silos)
+        algorithm = apart(prepared.algorithm, False)
+        with jax.enable_x64(True):
+            quick = lambda function: jax.jit(function, compiler_options=_QUICK)
+            step, close = quick(algorithm.silo_step), quick(algorithm.server_step)
+            server = algorithm.init(key)
+            server = method.with_schedule(prepared, server, nf.schedules.as_schedule(None), stack.names)
+            data = [silo_data(silos, n, prepared.split.spec, prepared.split.partition.axes) for n in stack.names]
+            sent = algorithm.broadcast(key, server)
+            states = [algorithm.init_silo(key, sent_to(sent, j), one) for j, one in enumerate(data)]
+            for _ in range(num_rounds):
+                sent, messages = algorithm.broadcast(key, server), []
+                for j, one in enumerate(data):
+                    message, states[j] = step(key, sent_to(sent, j), states[j], one)
+                    messages.append(message)
+                cohort = Cohort(jnp.arange(len(data), dtype=jnp.int32), len(data))
+                server, _ = close(key, server, algorithm.aggregate(stacked(messages), cohort))
+            return server
+
+    return timed(run)
+
+
 def main(args):
     repeats = 3 if args.quick else 30
     made = {
@@ -129,6 +188,14 @@ def main(args):
     for times in (1, 4) if args.quick else (1, 4, 16):
         ours, theirs = grown[f"SFVI {times}"], grown[f"SVI {times}"]
         print(f"{537 * times:8d} {theirs:10.4f} {ours:10.4f} {ours / theirs:10.2f}")
+
+    print("\n(d) EP, 5 rounds, compilation included, silos of unequal sizes")
+    print(f"{'silos':>8} {'together s':>12} {'apart s':>12} {'apart/together':>16} {'round 2/round 1':>16}")
+    for num in (5,) if args.quick else (5, 10):
+        silos = unequal_silos(num)
+        together, first, second = ep_together(silos, 5)
+        alone = ep_apart(silos, 5)
+        print(f"{num:8d} {together:12.1f} {alone:12.1f} {alone / together:16.2f} {second / first:16.2f}", flush=True)
 
     tries = 1 if args.quick else 3
     compile_base = min(total_compile(lambda: pooled(structured_guide)) for _ in range(tries))

@@ -96,7 +96,8 @@ def fit_frame(split: SplitModel, z: Array, theta: dict, loc: dict, data: SiloDat
 
     lengths = jnp.array([1.0, 0.3, 0.05, 0.0])
 
-    def improve(_: int, z_local: dict) -> dict:
+    def improve(i: Any, carry: tuple[dict, dict]) -> tuple[dict, dict]:
+        z_local, _ = carry
         spectrum, slope = curvature(z_local), gradient(z_local)
         step = {g: jnp.where(active[g], solve(spectrum[g], slope[g]), 0.0) for g in z_local}
 
@@ -107,10 +108,11 @@ def fit_frame(split: SplitModel, z: Array, theta: dict, loc: dict, data: SiloDat
         values = jnp.where(jnp.isfinite(values), values, -jnp.inf)
         best = jnp.max(values)
         # the longest step that is as good as the best up to rounding: near the mode all are, and Newton's is right
-        return at(lengths[jnp.argmax(values >= best - 1e-6 * (1 + jnp.abs(best)))])
+        longest = lengths[jnp.argmax(values >= best - 1e-6 * (1 + jnp.abs(best)))]
+        return at(jnp.where(i < steps, longest, 0.0)), spectrum  # the last time only to see the curvature there
 
-    loc = jax.lax.fori_loop(0, steps, improve, loc)
-    spectrum = curvature(loc)
+    unknown = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(curvature, loc))
+    loc, spectrum = jax.lax.fori_loop(0, steps + 1, improve, (loc, unknown))
     cross = jax.vmap(lambda e: jax.jvp(lambda z: jax.grad(density)(loc, z), (z,), (e,))[1])(jnp.eye(split.dim))
     coupling, root, diagonal = {}, {}, {}
     for group in split.groups:

@@ -16,6 +16,7 @@ from numpyro.infer import init_to_sample
 from numpyro_fed.families import Natural, Normal
 from numpyro_fed.guides.traced import initial
 from numpyro_fed.split_model import SplitModel
+from numpyro_fed.tracing import UNOPTIMISED
 
 Array = Any
 MOST_DENSE = 500  # dimensions in which the prior's Hessian is looked at as a matrix
@@ -37,10 +38,11 @@ def normal_prior(split: SplitModel, family: Normal) -> Prior:
         dense = d <= MOST_DENSE or family.kind == "full"
         precision = (_dense if dense else _diagonal)(log_prior, d, family)
         if precision is not None:
-            slope, at_zero = jax.jit(jax.grad(log_prior))(jnp.zeros(d)), float(log_prior(jnp.zeros(d)))
-            return Prior(Natural(jnp.asarray(precision), jnp.asarray(slope, jnp.float64)), True, at_zero)
+            at_zero, slope = jax.jit(jax.value_and_grad(log_prior), compiler_options=UNOPTIMISED)(jnp.zeros(d))
+            return Prior(Natural(jnp.asarray(precision), jnp.asarray(slope, jnp.float64)), True, float(at_zero))
     keys = jax.random.split(jax.random.key(0), int(np.clip(MOST_DRAWN // d, FEWEST, DRAWS)))
-    draws = np.asarray(jax.jit(jax.vmap(lambda key: initial(split, init_to_sample, key)))(keys), np.float64)
+    drawn = jax.jit(jax.vmap(lambda key: initial(split, init_to_sample, key)), compiler_options=UNOPTIMISED)
+    draws = np.asarray(drawn(keys), np.float64)
     low, high = np.nanquantile(draws, [TAIL, 1 - TAIL], axis=0)
     draws = np.clip(draws, low, high)
     return Prior(family.project(draws.mean(axis=0), draws.var(axis=0)), False, 0.0)
@@ -52,7 +54,7 @@ def _places(d: int) -> np.ndarray:
 
 def _dense(log_prior: Callable, d: int, family: Normal) -> np.ndarray | None:
     """The precision, if the log density is quadratic and the family can keep it."""
-    hessian = jax.jit(jax.hessian(log_prior))
+    hessian = jax.jit(jax.hessian(log_prior), compiler_options=UNOPTIMISED)
     found = np.stack([hessian(jnp.asarray(z)) for z in _places(d)])
     size = np.max(np.abs(found))
     quadratic = np.all(np.isfinite(found)) and np.max(np.abs(found - found[0])) <= 1e-5 * size
@@ -68,7 +70,7 @@ def _diagonal(log_prior: Callable, d: int, family: Normal) -> np.ndarray | None:
 
     A Hessian H is the same everywhere if Hv is, for random v; it is diagonal, D, if H1 = D1 and Hv = Dv.
     """
-    times = jax.jit(lambda z, v: jax.jvp(jax.grad(log_prior), (z,), (v,))[1])
+    times = jax.jit(lambda z, v: jax.jvp(jax.grad(log_prior), (z,), (v,))[1], compiler_options=UNOPTIMISED)
     probes = np.concatenate([np.ones((1, d)), np.random.default_rng(1).normal(size=(2, d))])
     found = np.stack([[times(jnp.asarray(z), jnp.asarray(v)) for v in probes] for z in _places(d)])
     size = np.max(np.abs(found))

@@ -156,9 +156,13 @@ def newton(
 
     def improve(step: _Step) -> _Step:
         frame = factor.refit(placed(at, step.trial), step.frame, LOCAL_STEPS)
-        gradient_at = jax.grad(density)
-        value, gradient = density(step.trial, frame), gradient_at(step.trial, frame)
-        precision = -jax.jacfwd(gradient_at)(step.trial, frame)
+
+        def slope(x: Array) -> tuple[Array, tuple]:
+            value, gradient = jax.value_and_grad(density)(x, frame)
+            return gradient, (value, gradient)
+
+        hessian, (value, gradient) = jax.jacfwd(slope, has_aux=True)(step.trial)
+        precision = -hessian
         finite = jnp.isfinite(value) & jnp.all(jnp.isfinite(gradient)) & jnp.all(jnp.isfinite(precision))
         better = finite & (value >= step.value - 1e-3 - 1e-5 * jnp.abs(step.value))
         keep = lambda new, old: jnp.where(better, new, old)
