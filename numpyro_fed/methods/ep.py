@@ -22,7 +22,9 @@ class EP(Factorised):
             the number of visits where the solver draws samples.
         solver: how a silo finds moments: ``"is"`` (importance sampling on fixed points; the default in up to 20
             dimensions where locals can be integrated row by row), ``"hmc"`` (the default otherwise), ``"nuts"``,
-            ``"laplace"``, or an object such as ``nf.solvers.HMC(num_chains=100)``.
+            ``"laplace"``, or an object such as ``nf.solvers.HMC(num_chains=100)``. For very many dimensions, with a
+            ``"diagonal"`` or ``"identity"`` family: ``"fisher"``, ``"ngvi"``, ``"iasg"``, ``"identity"`` (the paper's
+            L, V, M and I), which take time and memory linear in their number.
         server_optim: an optax optimiser over the natural parameters, as adaptive damping; sites move with q.
         tolerance: the run stops early when in a sweep over all silos no mean moves by this many sds (nor the
             symmetrised KL by as much); 0 never does.
