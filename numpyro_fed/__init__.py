@@ -2,7 +2,9 @@
 
 from numpyro_fed import datasets, engines, guides, schedules, solvers
 from numpyro_fed.compare import Comparison, compare
+from numpyro_fed.correct import Correction
 from numpyro_fed.fit import Fit
+from numpyro_fed.influence import Conflict, Influence
 from numpyro_fed.methods import EP, PVI, SEP, SFVI, Fits, Independent, NonFiniteError, SFVIAvg
 from numpyro_fed.partition import Partition, partition
 from numpyro_fed.reference import Reference, nuts
@@ -16,9 +18,12 @@ __all__ = [
     "SEP",
     "SFVI",
     "Comparison",
+    "Conflict",
+    "Correction",
     "Fit",
     "Fits",
     "Independent",
+    "Influence",
     "NonFiniteError",
     "Partition",
     "PartitionError",

@@ -16,5 +16,6 @@ def test_six_cities_demo(tmp_path, capsys):
         comparison = six_cities.main(settings)
     printed = capsys.readouterr().out
     assert set(comparison.table["parameter"]) == {"beta[0]", "beta[1]", "beta[2]", "beta[3]", "omega"}
+    assert list(comparison.table["method"].unique()) == ["EP", "SFVI"]
     assert "children" in printed and "b " in printed and f"figure: {tmp_path / 'six_cities.png'}" in printed
     assert (tmp_path / "six_cities.png").stat().st_size > 10_000
