@@ -35,7 +35,7 @@ from numpyro_fed.solvers.nodes import TOO_FAR, node_check
 from numpyro_fed.split_model import SplitModel
 
 Array = Any
-RESTLESS = 0.8  # a round that moves the posterior more than this share of the last one's movement
+RESTLESS = 0.5  # a round that takes back more than this share of the last one's (squared) move
 SHORTER, LEAST_STEP = 0.7, 0.1  # is answered by shorter steps
 UNHEARD = 1e30  # how far a silo that was never heard might move the posterior
 MOST_DENSE = 500  # dimensions in which a matrix of natural parameters is still a good idea
@@ -49,7 +49,8 @@ class Server(NamedTuple):
     step: Array  # how much of a change is accepted
     first_step: Array  # how much of a silo's first
     calming: Array  # bool: steps fall with visits, as solvers' noise asks for
-    wary: Array  # bool: steps are shortened when the posterior does not come to rest
+    wary: Array  # bool: steps are shortened when the posterior swings to and fro
+    last: Array  # (2 d,): the last round's move of each mean and log sd, in sds
     opt_state: Any
     own: Any  # what the solver keeps for the prior
 
@@ -225,7 +226,8 @@ class Factorised(Method):
         calming = self.damping is None and solver.noisy and not isinstance(schedule, schedules.Sequential)
         with jax.enable_x64(True):
             both = jnp.asarray(step, jnp.float64), jnp.asarray(first, jnp.float64)
-            wary = jnp.asarray(self.damping is None)
+            everyone = isinstance(schedule, schedules.Synchronous)  # else rounds are different silos' moves
+            wary = jnp.asarray(self.damping is None and everyone)
             return server._replace(step=both[0], first_step=both[1], calming=jnp.asarray(calming), wary=wary)
 
     def settled(self, history: dict[str, np.ndarray]) -> bool:
@@ -265,6 +267,7 @@ class Factorised(Method):
                 step,
                 jnp.zeros((), bool),
                 jnp.zeros((), bool),
+                jnp.zeros(2 * d),
                 opt_state,
                 solver.start(family, d),
             )
@@ -339,9 +342,12 @@ class Factorised(Method):
             new = sites.posterior(now, self.tied)
             far = single(sites.movement(family, old, new))
             normaliser = jnp.where(family.proper(old), single(family.log_normaliser(old)), 0.0)
+            move = _move(family, old, new)
             distance = jnp.minimum(jnp.maximum(far.shift, jnp.sqrt(far.divergence)), UNHEARD)
-            restless = server.wary & (distance > RESTLESS * jnp.max(server.moving[index])) & (distance > 1e-3)
-            moving = server.moving.at[index].set(distance)
+            back = (move @ server.last < 0) & (move @ move > RESTLESS * server.last @ server.last)
+            # a short step moves little: what counts is how far a whole one would have gone
+            whole = distance / jnp.clip(jnp.max(single(steps)), LEAST_STEP, 1.0)
+            moving = server.moving.at[index].set(jnp.where(heard, jnp.minimum(whole, UNHEARD), UNHEARD))
             info = {
                 "loss": -jnp.clip(jnp.nan_to_num(normaliser + jnp.sum(values)), -UNHEARD, UNHEARD),
                 "divergence": far.divergence,
@@ -351,12 +357,14 @@ class Factorised(Method):
                 "skipped": jnp.sum(~heard),
             }
             with jax.enable_x64(True):
-                step = jnp.where(restless, jnp.maximum(SHORTER * server.step, LEAST_STEP), server.step)
+                shorter = jnp.maximum(SHORTER * server.step, LEAST_STEP)
+                step = jnp.where(server.wary & back, shorter, server.step)
             server = server._replace(
                 sites=now,
                 visits=server.visits.at[index].add(heard.astype(jnp.int32)),
                 moving=moving,
                 step=step,
+                last=move,
                 values=values,
                 opt_state=opt_state,
                 own=own,
@@ -499,6 +507,16 @@ class Factorised(Method):
 
             total = total + jnp.sum(jax.vmap(one)(identities(bucket.names), states, bucket.args, bucket.mask))
         return total
+
+
+def _move(family: Any, old: Natural, new: Natural) -> Array:
+    """How means and log sds moved, in sds, (2 d,); nothing from or to a posterior that is not proper."""
+    means, sds = (family.mean(old), family.mean(new)), (family.sds(old), family.sds(new))
+    both = family.proper(old) & family.proper(new)
+    with jax.enable_x64(True):
+        move = jnp.concatenate([(means[1] - means[0]) / sds[1], jnp.log(sds[1] / sds[0])])
+        move = jnp.where(both & jnp.isfinite(move), move, 0.0)
+    return single(move)
 
 
 def _joined(rows: dict[str, np.ndarray]) -> bool:

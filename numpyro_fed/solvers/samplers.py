@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.hmc import hmc
 
@@ -30,6 +29,7 @@ from numpyro_fed.solvers.factor import Factor, moved
 
 Array = Any
 LENGTH = 1.5  # of a trajectory, in sds: near a quarter of a period, where draws are nearly independent
+POOR, TRIES = 0.5, 4  # acceptance below which steps are halved, and how often
 FLOOR = 0.02  # least eigenvalue of the covariance in whitened coordinates
 
 
@@ -53,10 +53,10 @@ class HMC(Solver):
     name = "hmc"
     noisy = True
 
-    def _draw(self, key: Array, density: Any, begin: Array, step_size: float) -> tuple[Array, Array]:
+    def _draw(self, key: Array, density: Any, begin: Array, step_size: Any) -> tuple[Array, Array]:
         """Draws (chains, samples, D) and how often proposals were accepted."""
         value_and_grad = jax.value_and_grad(density)
-        leaps = int(np.ceil(LENGTH / step_size))
+        leaps = jnp.ceil(LENGTH / step_size).astype(int)
 
         def transition(carry: tuple, key: Array) -> tuple[tuple, tuple]:
             y, value, gradient = carry
@@ -85,6 +85,21 @@ class HMC(Solver):
         draws, accepted = jax.vmap(chain)(jax.random.split(key, self.num_chains), begin)
         return draws, jnp.mean(accepted)
 
+    def _careful(self, key: Array, density: Any, begin: Array, step_size: Any) -> tuple[Array, Array]:
+        """Draws; where few proposals are accepted (far from normal, or badly whitened), again with half the step."""
+
+        def poor(carry: tuple) -> Array:
+            count, _, accepted = carry
+            return (count < TRIES) & (accepted < POOR)
+
+        def attempt(carry: tuple) -> tuple:
+            count, _, _ = carry
+            draws, accepted = self._draw(key, density, begin, step_size * 0.5**count)
+            return count + 1, draws, accepted
+
+        empty = jnp.zeros((self.num_chains, self.num_samples, begin.shape[1]))
+        return jax.lax.while_loop(poor, attempt, (jnp.zeros((), int), empty, jnp.zeros(())))[1:]
+
     def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
         d = ask.q.shift.shape[0]
         nodes, cavity = factor.nodes(None), ask.family.dense(quotient(ask.q, ask.site))
@@ -110,7 +125,7 @@ class HMC(Solver):
         begin_key, draw_key = jax.random.split(key)
         begin = jax.random.normal(begin_key, (self.num_chains, d + size))
         step_size = self.step_size or (0.7 if not size else 0.35 * min(1.0, (1000 / (d + size)) ** 0.25))
-        draws, accepted = self._draw(draw_key, density, begin, step_size)
+        draws, accepted = self._careful(draw_key, density, begin, step_size)
         flat_draws = draws.reshape(-1, d + size)
         x = flat_draws[:, :d]
         if self.stein:
@@ -123,7 +138,7 @@ class HMC(Solver):
         # E[log tilted - log normal] over the draws: the log integral, too large by KL(tilted || normal)
         log_mean = jnp.mean(values) + 0.5 * (d + size) + 0.5 * spread + (0.5 * size * co.LOG_2PI if size else 0.0)
         found = co.lower(co.moved(at, mean, _root(cov)))
-        fine = jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(cov)) & (accepted > 0.2)
+        fine = jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(cov)) & (accepted > 0.3)
         kept = None
         if size:
             eps = jax.vmap(unravel)(flat_draws[:, d:])
@@ -143,7 +158,7 @@ class NUTS(HMC):
     num_warmup: int = 50
     name = "nuts"
 
-    def _draw(self, key: Array, density: Any, begin: Array, step_size: float) -> tuple[Array, Array]:
+    def _draw(self, key: Array, density: Any, begin: Array, step_size: Any) -> tuple[Array, Array]:
         init_kernel, sample_kernel = hmc(lambda y: -density(y), algo="NUTS")
 
         def chain(key: Array, y: Array) -> tuple[Array, Array]:
