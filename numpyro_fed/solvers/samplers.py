@@ -11,25 +11,28 @@ Moments are corrected by Stein's identity, with the scores g that the sampler ha
     \mu = \overline{x + g}, \qquad
     V = \overline{x x^\top} + \mathrm{sym}(\overline{g x^\top} + I) - \mu \mu^\top
 
-Where the tilted distribution is normal, :math:`x + g` is constant and the correction removes all Monte Carlo error.
+Where the tilted distribution is normal, :math:`x + g` is constant and the correction removes all Monte Carlo error;
+where scores have heavy tails, the draws' own moments are taken.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.hmc import hmc
 
-from numpyro_fed.families import double, quotient, single
+from numpyro_fed.families import double, either, quotient, single
 from numpyro_fed.solvers import coordinates as co
 from numpyro_fed.solvers.base import Ask, Solved, Solver
 from numpyro_fed.solvers.factor import Factor, moved
 
 Array = Any
 LENGTH = 1.5  # of a trajectory, in sds: near a quarter of a period, where draws are nearly independent
-POOR, TRIES = 0.5, 4  # acceptance below which steps are halved, and how often
+POOR = 0.5  # acceptance below which steps are halved
+WIDE = 4.0  # variances further from one than this factor ask for other coordinates
+TRIES = 4
 FLOOR = 0.02  # least eigenvalue of the covariance in whitened coordinates
 
 
@@ -85,25 +88,10 @@ class HMC(Solver):
         draws, accepted = jax.vmap(chain)(jax.random.split(key, self.num_chains), begin)
         return draws, jnp.mean(accepted)
 
-    def _careful(self, key: Array, density: Any, begin: Array, step_size: Any) -> tuple[Array, Array]:
-        """Draws; where few proposals are accepted (far from normal, or badly whitened), again with half the step."""
-
-        def poor(carry: tuple) -> Array:
-            count, _, accepted = carry
-            return (count < TRIES) & (accepted < POOR)
-
-        def attempt(carry: tuple) -> tuple:
-            count, _, _ = carry
-            draws, accepted = self._draw(key, density, begin, step_size * 0.5**count)
-            return count + 1, draws, accepted
-
-        empty = jnp.zeros((self.num_chains, self.num_samples, begin.shape[1]))
-        return jax.lax.while_loop(poor, attempt, (jnp.zeros((), int), empty, jnp.zeros(())))[1:]
-
     def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
         d = ask.q.shift.shape[0]
         nodes, cavity = factor.nodes(None), ask.family.dense(quotient(ask.q, ask.site))
-        at, frame, _ = co.newton(
+        begin, frame, _ = co.newton(
             factor,
             cavity,
             co.coordinates(ask.family, ask.q),
@@ -111,42 +99,89 @@ class HMC(Solver):
             nodes,
             jnp.where(ask.settling, co.NEWTON_STEPS, 0),
         )
-        frame = factor.refit(single(at.mean), frame, co.LOCAL_STEPS)
-        quadratic = co.seen_from(at, cavity)
         eps_like = {g: jnp.zeros(shape) for g, shape in factor.eps_shape.items()} if factor.sampled else {}
         flat, unravel = ravel_pytree(eps_like)
         size = flat.shape[0]
-
-        def density(y: Array) -> Array:
-            x, z = y[:d], co.placed(at, y[:d])
-            silo = factor.joint(z, frame, unravel(y[d:])) if size else factor.log_f(z, frame, nodes)
-            return quadratic(x) + silo
-
-        begin_key, draw_key = jax.random.split(key)
-        begin = jax.random.normal(begin_key, (self.num_chains, d + size))
+        start_key, draw_key = jax.random.split(key)
+        places = jax.random.normal(start_key, (self.num_chains, d + size))
         step_size = self.step_size or (0.7 if not size else 0.35 * min(1.0, (1000 / (d + size)) ** 0.25))
-        draws, accepted = self._careful(draw_key, density, begin, step_size)
-        flat_draws = draws.reshape(-1, d + size)
-        x = flat_draws[:, :d]
+
+        def density_in(at: co.Coordinates, frame: Any) -> Any:
+            quadratic = co.seen_from(at, cavity)
+
+            def density(y: Array) -> Array:
+                z = co.placed(at, y[:d])
+                silo = factor.joint(z, frame, unravel(y[d:])) if size else factor.log_f(z, frame, nodes)
+                return quadratic(y[:d]) + silo
+
+            return density
+
+        def poor(now: _Drawn) -> Array:
+            return (now.count < TRIES) & ~now.fine
+
+        def attempt(now: _Drawn) -> _Drawn:
+            """In coordinates that do not fit, draws are poor; but they say how to change the coordinates."""
+            again = now.count > 0
+            at = either(again, co.lower(co.moved(now.at, now.mean, _root(now.cov))), now.at)
+            frame = factor.refit(single(at.mean), now.frame, co.LOCAL_STEPS)
+            step = jnp.where(again & (now.accepted < POOR), 0.5, 1.0) * now.step
+            draws, accepted = self._draw(draw_key, density_in(at, frame), places, step)
+            draws = draws.reshape(-1, d + size)
+            x = draws[:, :d]
+            mean, cov = jnp.mean(x, axis=0), jnp.atleast_2d(jnp.cov(x.T))
+            spread = jnp.linalg.eigvalsh(cov)
+            fits = (jnp.max(jnp.abs(mean)) < 2.0) & (spread[0] > 1 / WIDE) & (spread[-1] < WIDE)
+            cov = _floored(cov)
+            return _Drawn(at, frame, step, draws, mean, cov, accepted, fits & (accepted > POOR), now.count + 1)
+
+        empty = jnp.zeros((self.num_chains * self.num_samples, d + size))
+        first = _Drawn(
+            begin,
+            frame,
+            jnp.asarray(step_size, jnp.zeros(()).dtype),
+            empty,
+            jnp.zeros(d),
+            jnp.eye(d),
+            jnp.zeros(()),
+            jnp.zeros((), bool),
+            jnp.zeros((), int),
+        )
+        last = jax.lax.while_loop(poor, attempt, first)
+        at, frame, draws, accepted = last.at, last.frame, last.draws, last.accepted
+        density = density_in(at, frame)
+        mean, cov = last.mean, last.cov
         if self.stein:
-            scores = jax.lax.map(jax.grad(density), flat_draws, batch_size=_divisor(len(flat_draws)))[:, :d]
-            mean, cov = _stein(x, scores)
-        else:
-            mean, cov = jnp.mean(x, axis=0), jnp.cov(x.T).reshape(d, d)
-        values = jax.lax.map(density, flat_draws[:: max(1, len(flat_draws) // 64)], batch_size=1)
-        spread = jnp.linalg.slogdet(cov)[1] if d else 0.0
+            scores = jax.lax.map(jax.grad(density), draws, batch_size=_divisor(len(draws)))[:, :d]
+            corrected = _stein(draws[:, :d], scores)
+            # scores with heavy tails (a funnel) add more noise than they take away
+            useful = last.fine & (jnp.linalg.eigvalsh(scores.T @ scores / len(scores))[-1] < WIDE)
+            mean, cov = (jnp.where(useful, new, old) for new, old in zip(corrected, (mean, cov), strict=True))
+        values = jax.lax.map(density, draws[:: max(1, len(draws) // 64)], batch_size=1)
         # E[log tilted - log normal] over the draws: the log integral, too large by KL(tilted || normal)
-        log_mean = jnp.mean(values) + 0.5 * (d + size) + 0.5 * spread + (0.5 * size * co.LOG_2PI if size else 0.0)
+        log_mean = jnp.mean(values) + 0.5 * (d + size) + 0.5 * jnp.linalg.slogdet(cov)[1]
+        log_mean = log_mean + (0.5 * size * co.LOG_2PI if size else 0.0)
         found = co.lower(co.moved(at, mean, _root(cov)))
         fine = jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(cov)) & (accepted > 0.3)
         kept = None
         if size:
-            eps = jax.vmap(unravel)(flat_draws[:, d:])
-            first = jax.tree.map(lambda e: jnp.mean(e, axis=0), eps)
-            second = {g: jnp.einsum("sri,srj->rij", e - first[g], e - first[g]) / len(e) for g, e in eps.items()}
-            kept = moved(frame, first, second)
+            eps = jax.vmap(unravel)(draws[:, d:])
+            centre = jax.tree.map(lambda e: jnp.mean(e, axis=0), eps)
+            second = {g: jnp.einsum("sri,srj->rij", e - centre[g], e - centre[g]) / len(e) for g, e in eps.items()}
+            kept = moved(frame, centre, second)
         value = co.log_evidence(ask, at, cavity, log_mean)
         return Solved(co.kept(ask.family, found), value, accepted, fine, frame, kept)
+
+
+class _Drawn(NamedTuple):
+    at: Any
+    frame: Any
+    step: Array
+    draws: Array
+    mean: Array
+    cov: Array
+    accepted: Array
+    fine: Array
+    count: Array
 
 
 @dataclass(frozen=True)
@@ -187,9 +222,12 @@ def _stein(x: Array, scores: Array) -> tuple[Array, Array]:
     d = x.shape[1]
     mean = jnp.mean(x + scores, axis=0)
     cross = scores.T @ x / len(x) + jnp.eye(d)
-    cov = x.T @ x / len(x) + 0.5 * (cross + cross.T) - jnp.outer(mean, mean)
+    return mean, _floored(x.T @ x / len(x) + 0.5 * (cross + cross.T) - jnp.outer(mean, mean))
+
+
+def _floored(cov: Array) -> Array:
     values, vectors = jnp.linalg.eigh(0.5 * (cov + cov.T))
-    return mean, (vectors * jnp.maximum(values, FLOOR)) @ vectors.T
+    return (vectors * jnp.maximum(values, FLOOR)) @ vectors.T
 
 
 @double
