@@ -1,8 +1,8 @@
 """The prior of the globals as a normal factor.
 
 Where the prior is normal in unconstrained space its factor is exact. Where it is not (a HalfCauchy's logarithm, say),
-it starts at the prior's moments and the server refines it like any other site: the target is the user's model, not an
-approximation of its prior.
+it starts at the prior's median and quartiles, and the server refines it like any other site: the target is the user's
+model, not an approximation of its prior.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,6 @@ from numpyro_fed.tracing import UNOPTIMISED
 Array = Any
 MOST_DENSE = 500  # dimensions in which the prior's Hessian is looked at as a matrix
 DRAWS, FEWEST, MOST_DRAWN = 4096, 256, 2**25  # of a prior that is not normal; numbers in all of them
-TAIL = 0.005  # of the draws on either side: a Cauchy has no moments
 
 
 class Prior(NamedTuple):
@@ -43,9 +42,10 @@ def normal_prior(split: SplitModel, family: Normal) -> Prior:
     keys = jax.random.split(jax.random.key(0), int(np.clip(MOST_DRAWN // d, FEWEST, DRAWS)))
     drawn = jax.jit(jax.vmap(lambda key: initial(split, init_to_sample, key)), compiler_options=UNOPTIMISED)
     draws = np.asarray(drawn(keys), np.float64)
-    low, high = np.nanquantile(draws, [TAIL, 1 - TAIL], axis=0)
-    draws = np.clip(draws, low, high)
-    return Prior(family.project(draws.mean(axis=0), draws.var(axis=0)), False, 0.0)
+    # medians and quartiles: a Cauchy has no moments, and draws of an explosive prior may overflow
+    low, middle, high = np.nanquantile(np.where(np.isfinite(draws), draws, np.nan), [0.25, 0.5, 0.75], axis=0)
+    centre, sd = np.nan_to_num(middle), np.clip(np.nan_to_num((high - low) / 1.349), 1e-3, 1e3)
+    return Prior(family.project(centre, sd**2), False, 0.0)
 
 
 def _places(d: int) -> np.ndarray:
