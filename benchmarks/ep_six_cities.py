@@ -36,8 +36,8 @@ METHODS = {
     "EP is, diagonal family": (nf.EP(model, family="diagonal"), 20),
     "PVI natural on the quadrature": (nf.PVI(model), 20),
     "PVI natural, K = 10": (nf.PVI(model, solver=s.NaturalGradient(marginal="iw", num_nodes=10)), 20),
-    "PVI natural, K = 1": (nf.PVI(model, solver=s.NaturalGradient(marginal="iw", num_nodes=1)), 20),
-    "PVI gradient, K = 10": (nf.PVI(model, solver=s.Gradient(marginal="iw", num_nodes=10)), 20),
+    "PVI gradient, K = 10": (nf.PVI(model, solver=s.Gradient(marginal="iw", num_nodes=10)), 8),
+    "PVI gradient, K = 1": (nf.PVI(model, solver=s.Gradient(marginal="iw", num_nodes=1)), 8),
     "SEP is": (nf.SEP(model), 20),
     "SFVI, K = 10": (nf.SFVI(model, importance_samples=10), 5000),
 }

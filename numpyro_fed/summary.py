@@ -75,7 +75,8 @@ def _facts(fit: "Fit") -> dict[str, str]:
         "seconds": f"{fit.seconds:.1f}",
     }
     if "loss" in fit.history:
-        facts["loss"] = f"{np.mean(fit.history['loss'][-100:]):.4g}"
+        rounds = 1 if "moving" in fit.history else 100  # EP's and PVI's are not noisy
+        facts["loss"] = f"{np.mean(fit.history['loss'][-rounds:]):.4g}"
     if fit.correction is not None:
         facts["correction"] = repr(fit.correction)
     facts["global sites"] = ", ".join(fit.split.partition.global_sites) or "none"

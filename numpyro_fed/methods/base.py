@@ -119,7 +119,9 @@ class Method:
         """Whether nothing moves any more, from the last rounds."""
         return False
 
-    def closing(self, prepared: Prepared) -> FederatedAlgorithm | None:
+    def closing(
+        self, prepared: Prepared, server: Any, names: tuple[str, ...], last: dict[str, np.ndarray]
+    ) -> FederatedAlgorithm | None:
         """One more round at the end, which moves nothing and asks whether the answer can be trusted."""
         return None
 
@@ -378,7 +380,7 @@ class _Runner:
 
     def _close(self, server: Any, states: tuple) -> None:
         """The closing round, if the method has one; what it sends is counted with the last round."""
-        algorithm = self.method.closing(self.prepared)
+        algorithm = self.method.closing(self.prepared, server, self.stack.names, self.history[-1])
         if algorithm is None:
             return
         sent = self._traffic(algorithm, server, states)

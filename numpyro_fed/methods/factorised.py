@@ -37,6 +37,7 @@ from numpyro_fed.split_model import SplitModel
 Array = Any
 RESTLESS = 0.5  # a round that takes back more than this share of the last one's (squared) move
 SHORTER, LEAST_STEP = 0.7, 0.1  # is answered by shorter steps
+NEARLY = 0.5  # sds that a posterior may still move when its nodes are checked
 UNHEARD = 1e30  # how far a silo that was never heard might move the posterior
 MOST_DENSE = 500  # dimensions in which a matrix of natural parameters is still a good idea
 
@@ -140,8 +141,20 @@ class Factorised(Method):
             notes["nodes"] = node_check(split, as_family(self.family), marginal, self.q)
         return Prepared(split, algorithm, None, notes)
 
-    def closing(self, prepared: Prepared) -> FederatedAlgorithm | None:
-        return prepared.notes.get("nodes")
+    def closing(
+        self, prepared: Prepared, server: Server, names: tuple[str, ...], last: dict[str, np.ndarray]
+    ) -> FederatedAlgorithm | None:
+        """Warns of silos that were asked in vain; asks about quadrature nodes once the posterior is nearly at rest."""
+        moving = np.asarray(server.moving)
+        silent = [name for name, far in zip(names, moving, strict=True) if far >= UNHEARD]
+        if np.sum(last["skipped"]) and silent:
+            warnings.warn(
+                f"nothing could be accepted from silo {', '.join(map(repr, silent[:5]))}"
+                f"{' and others' if len(silent) > 5 else ''} when last asked, so the posterior is not yet that of all "
+                "silos. Run more rounds (init_state=fit.state), pass damping=0.5, or another solver",
+                stacklevel=5,
+            )
+        return prepared.notes.get("nodes") if np.max(moving) < NEARLY else None
 
     def conclude(self, prepared: Prepared, info: dict[str, np.ndarray]) -> None:
         """Warns when more quadrature nodes would have given another answer."""
@@ -191,6 +204,8 @@ class Factorised(Method):
             return solver, Marginal("none")
         samples = solver.name in ("hmc", "nuts")
         kind = solver.marginal or ("joint" if samples else "quadrature" if quadrature else "iw")
+        if kind not in ("quadrature", "iw", "joint"):
+            raise ValueError(f"marginal must be 'quadrature', 'iw' or 'joint', got {kind!r}")
         if kind == "quadrature" and not quadrature:
             raise ValueError(
                 "quadrature needs rows of one or two local latents that do not meet in a term; here "
@@ -295,14 +310,16 @@ class Factorised(Method):
             change = quotient(found.natural, q)
             fine = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves((change, found.frame))]
             ok = jnp.all(jnp.stack(fine)) & found.ok & family.proper(found.natural)
-            keep = lambda new, old: either(jnp.all(jnp.stack(fine)), new, old)
+            keep = lambda new, old: either(ok, new, old)  # what failed is not where to begin next time
             frame, kept = keep(found.frame, silo.frame), silo.kept
             if split.groups:
                 kept = factor.moments(frame.centre, frame, factor.nodes(None)) if found.kept is None else found.kept
                 kept = keep(kept, silo.kept)
             value = jnp.where(jnp.isfinite(found.value), found.value, 0.0)
             message = Message(family.pack(change), value, found.ess, ok)
-            return message, SiloState(frame, kept, keep(found.own, silo.own), silo.components)
+            finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(found.own)]
+            own = either(jnp.all(jnp.stack([jnp.ones((), bool), *finite])), found.own, silo.own)
+            return message, SiloState(frame, kept, own, silo.components)
 
         def aggregate(messages: Message, cohort: Cohort) -> tuple[Message, Array]:
             return messages, jnp.asarray(cohort.index)

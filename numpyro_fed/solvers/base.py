@@ -38,7 +38,6 @@ class Solver:
     marginal: Any = None  # "quadrature", "iw", "joint" or None: whatever suits the model
     num_nodes: int | None = None  # per dimension of a row, or draws a row
     name = ""
-    most_dims: int | None = None
     noisy = False  # its answers have Monte Carlo error
 
     def step(self, d: int, family: Normal) -> float:

@@ -92,7 +92,8 @@ class Importance(Solver):
         last = jax.lax.while_loop(unfinished, attempt, first)
         ok = last.ess * len(eps) >= 2 * d
         kept = co.kept(family, last.at)
-        return Solved(kept, last.value, last.ess, ok, last.frame, own=() if full else last.at)
+        again = either(ok, last.at, co.coordinates(family, ask.q))  # what failed is not where to begin next time
+        return Solved(kept, last.value, last.ess, ok, last.frame, own=() if full else again)
 
     def start(self, family: Any, d: int) -> Any:
         if family.kind == "full":

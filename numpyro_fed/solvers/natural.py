@@ -32,7 +32,11 @@ class _Now(NamedTuple):
 
 @dataclass(frozen=True)
 class NaturalGradient(Solver):
-    """``num_steps`` natural-gradient steps a visit, on ``num_points`` fixed points; a ``rate`` of 1 is undamped."""
+    """``num_steps`` natural-gradient steps a visit, on ``num_points`` fixed points; a ``rate`` of 1 is undamped.
+
+    With ``marginal="iw"`` draws of locals come from the Laplace approximation of each row, which is not improved: take
+    many (``num_nodes=64``), or `Gradient`, which learns the locals' guide.
+    """
 
     num_points: int = 64
     num_steps: int = 3
@@ -41,10 +45,13 @@ class NaturalGradient(Solver):
 
     def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
         family, d = ask.family, ask.q.shift.shape[0]
-        num = max(self.num_points, 4 * d)
+        num = max(self.num_points + self.num_points % 2, 4 * d)
         eps = jnp.asarray(normal_points(d, num), jnp.zeros(()).dtype)
         cavity = quotient(ask.q, ask.site)
-        keys = jax.random.split(jax.random.key(1), num)  # the same in every round, so that the map is deterministic
+        # the same in every round, so that the map is deterministic, and the same at x and -x, whose difference is the
+        # curvature: the draws' noise cancels in it
+        half = jax.random.split(jax.random.key(1), num // 2)
+        keys = jnp.concatenate([half, half])
         at, frame, _ = co.newton(
             factor,
             family.dense(cavity),
