@@ -43,9 +43,8 @@ class Gradient(Solver):
         full = family.kind == "full"
         optim = self.optim or optax.adam(optax.cosine_decay_schedule(0.05, self.num_steps, alpha=0.01))
         cavity = quotient(ask.q, ask.site)
-        converged = jnp.ones((), bool)
         if d <= self.most_newton:
-            at, frame, converged = co.newton(
+            at, frame, _ = co.newton(
                 factor,
                 family.dense(cavity),
                 co.coordinates(family, ask.q),
@@ -109,7 +108,7 @@ class Gradient(Solver):
         log_mean = 0.5 * d - jnp.mean(values[-max(1, self.num_steps // 10) :])
         value = co.log_evidence(ask, co.Coordinates(mean, root), cavity, log_mean)
         kept = _guided(frame, params["rows"]) if rows else None
-        return Solved(found, value, jnp.ones(()), finite & converged, frame, kept)
+        return Solved(found, value, jnp.ones(()), finite, frame, kept)
 
 
 def _guided(frame: Any, rows: dict) -> Any:
