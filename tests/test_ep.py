@@ -320,3 +320,30 @@ def test_points_are_white_and_enough_of_them_are_stable(d):
     np.testing.assert_allclose(e.T @ e / num, np.eye(d), atol=1e-12)
     assert largest_eigenvalue(d, num) < 1.8
     assert d < 5 or largest_eigenvalue(d, num // 4) > 1.8, "not many more than are needed"
+
+
+# --- fixed points of PVI ----------------------------------------------------------------------------------------------
+
+
+def logistic(x, y=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 2).expand([3]).to_event(1))
+    with numpyro.plate("n", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "asynchronous"])
+def test_fixed_points_are_those_of_variational_inference_on_the_pooled_data(schedule):
+    """Silos skewed by label: one has ones only. Both solve the same equations with the same points."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 3)).astype(np.float32)
+    y = (rng.uniform(size=60) < 1 / (1 + np.exp(-x @ [1.0, -1.0, 0.5]))).astype(np.int32)
+    order = np.argsort(-y, kind="stable")
+    label = np.repeat(["a", "b", "c"], [15, 25, 20])
+    silos = nf.split(label, x=x[order], y=y[order])
+    method = nf.PVI(logistic, tolerance=1e-4)
+    pooled = run(method, nf.Silos({"all": dict(x=x, y=y)}), 20)
+    apart = run(method, silos, 60, schedule=schedule)
+    (mean, cov), (other, other_cov) = (f.method.normal(f.split, f.state.server) for f in (pooled, apart))
+    sd = np.sqrt(np.diag(cov))
+    np.testing.assert_allclose(other / sd, mean / sd, atol=2e-3)
+    np.testing.assert_allclose(other_cov / np.outer(sd, sd), cov / np.outer(sd, sd), atol=2e-3)
