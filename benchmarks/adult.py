@@ -80,10 +80,10 @@ def methods():
 def main(args):
     train, test = load(1000, 14) if args.quick else load(5000)
     pooled = nf.Silos({"all": dict(x=train[0], y=train[1])})
-    samples = 500 if args.quick else 1000
+    samples = args.num_samples
     began = time.perf_counter()
     reference = nf.nuts(
-        model, pooled, rng_key=jax.random.key(1), num_warmup=500, num_samples=samples, progress_bar=False
+        model, pooled, rng_key=jax.random.key(1), num_warmup=400, num_samples=samples, progress_bar=False
     )
     grouped = np.asarray(reference.get_samples(group_by_chain=True)["beta"])
     flat = grouped.reshape(-1, grouped.shape[-1])
@@ -94,6 +94,7 @@ def main(args):
     for family in ("full", "diagonal"):
         fit = nf.PVI(model, family=family, tolerance=1e-3).run(jax.random.key(0), pooled, 30, progress_bar=False)
         rows.append(described(f"VI, pooled, {family}", "-", fit, mean, sd, test))
+        print(" | ".join(map(str, rows[-1])), flush=True)
     for skewed in (False, True):
         label = labels(train[1], 10, skewed)
         silos = nf.split(np.char.add("silo ", label.astype(str)), x=train[0], y=train[1])
@@ -120,5 +121,6 @@ def described(name, kind, fit, mean, sd, test):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--num-samples", type=int, default=500, help="of each of four chains of NUTS")
     parser.add_argument("--only", nargs="+", default=None)
     main(parser.parse_args())
