@@ -54,7 +54,7 @@ def without(fit: "Fit", names: str | Sequence[str], num_rounds: int, rng_key: An
         )
     _check_rounds(num_rounds)
     kept = [fit.state.names.index(name) for name in rest]
-    server = _of_silos(fit.state.server, kept)
+    server = fit.method.reordered(fit.state.server, kept)
     proper = bool(as_family(fit.method.family).proper(fit.method.q(server)))
     if num_rounds == 0:
         if not proper:
@@ -90,7 +90,8 @@ def add(fit: "Fit", rng_key: Any, silos: Silos, num_rounds: int) -> "Fit":
     everyone = _joined(fit.silos, silos)
     state = _moved(fit, everyone, key)
     old = fit.state.server
-    num, places = len(fit.state.names), np.arange(len(fit.state.names))  # new silos come last
+    num = len(fit.state.names)
+    places = np.array([everyone.names.index(name) for name in fit.state.names])
     grown = lambda new, was: new.at[places].set(was)
     with jax.enable_x64(True):
         fresh = state.server
@@ -148,18 +149,6 @@ def _joined(old: Silos, new: Silos) -> Silos:
         everyone = Silos({name: part.own(name) for part in (old, new) for name in part}, shared=old.shared)
     everyone.own_counts = old.own_counts | new.own_counts
     return everyone
-
-
-def _of_silos(server: Any, index: list[int]) -> Any:
-    """The server's state without the other silos' sites."""
-    take = lambda leaf: leaf[np.array(index)]
-    with jax.enable_x64(True):
-        return server._replace(
-            sites=server.sites._replace(each=jax.tree.map(take, server.sites.each)),
-            visits=take(server.visits),
-            moving=take(server.moving),
-            values=server.values[np.array([*index, -1])],
-        )
 
 
 def _cut(fit: "Fit", rest: tuple[str, ...], server: Any, seconds: float) -> "Fit":

@@ -37,7 +37,9 @@ def normal_prior(split: SplitModel, family: Normal) -> Prior:
         dense = d <= MOST_DENSE or family.kind == "full"
         precision = (_dense if dense else _diagonal)(log_prior, d, family)
         if precision is not None:
-            at_zero, slope = jax.jit(jax.value_and_grad(log_prior), compiler_options=UNOPTIMISED)(jnp.zeros(d))
+            both = jax.jit(jax.value_and_grad(log_prior), compiler_options=UNOPTIMISED)
+            at_zero, slope = both(jnp.zeros(d))
+        if precision is not None and _linear(both, slope, precision):
             return Prior(Natural(jnp.asarray(precision), jnp.asarray(slope, jnp.float64)), True, float(at_zero))
     keys = jax.random.split(jax.random.key(0), int(np.clip(MOST_DRAWN // d, FEWEST, DRAWS)))
     drawn = jax.jit(jax.vmap(lambda key: initial(split, init_to_sample, key)), compiler_options=UNOPTIMISED)
@@ -46,6 +48,19 @@ def normal_prior(split: SplitModel, family: Normal) -> Prior:
     low, middle, high = np.nanquantile(np.where(np.isfinite(draws), draws, np.nan), [0.25, 0.5, 0.75], axis=0)
     centre, sd = np.nan_to_num(middle), np.clip(np.nan_to_num((high - low) / 1.349), 1e-3, 1e3)
     return Prior(family.project(centre, sd**2), False, 0.0)
+
+
+def _linear(both: Callable, slope: Array, precision: Array) -> bool:
+    """Whether the gradient is a quadratic's: a Laplace prior's jumps, though its Hessian is the same everywhere."""
+    dense = np.ndim(precision) == 2
+    slope, precision = np.asarray(slope), np.asarray(precision)
+    for z in _places(slope.shape[0]):
+        times = precision @ z if dense else precision * z
+        size = np.abs(precision) @ np.abs(z) if dense else np.abs(times)
+        allowed = 1e-5 * (np.abs(slope) + size) + 1e-9
+        if not np.all(np.abs(both(jnp.asarray(z))[1] - (slope - times)) <= allowed):
+            return False
+    return True
 
 
 def _places(d: int) -> np.ndarray:
@@ -57,9 +72,11 @@ def _dense(log_prior: Callable, d: int, family: Normal) -> np.ndarray | None:
     hessian = jax.jit(jax.hessian(log_prior), compiler_options=UNOPTIMISED)
     found = np.stack([hessian(jnp.asarray(z)) for z in _places(d)])
     size = np.max(np.abs(found))
-    quadratic = np.all(np.isfinite(found)) and np.max(np.abs(found - found[0])) <= 1e-5 * size
+    scale = np.sqrt(np.max(np.abs(np.diagonal(found, axis1=1, axis2=2)), axis=0))
+    unit = np.outer(scale, scale)  # of each pair: one tight prior must not hide what another is
+    quadratic = np.all(np.isfinite(found)) and np.all(np.abs(found - found[0]) <= 1e-5 * unit + 1e-12)
     diagonal = np.diag(found[0])
-    alone = np.max(np.abs(found[0] - np.diag(diagonal))) <= 1e-9 * size
+    alone = np.all(np.abs(found[0] - np.diag(diagonal)) <= 1e-9 * unit + 1e-12)
     if not quadratic or (family.kind != "full" and not alone):
         return None
     return -found[0] if family.kind == "full" else _kept(-diagonal, size, family)

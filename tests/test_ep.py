@@ -83,6 +83,7 @@ def test_conjugate_regression_from_stale_broadcasts(x64, method):
     assert worst(fit, *closed_form(silos)) < 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:silo .* was not asked")
 def test_the_posterior_is_the_product_of_its_factors_after_every_round(x64):
     """Under damping, random cohorts and a refined prior: by the changes that were accepted, round by round."""
     silos, method = regression_silos(4), nf.EP(regression, tolerance=0, damping=0.3)
@@ -216,7 +217,7 @@ def test_a_thousand_noisy_rounds_leave_a_proper_posterior():
     improper = 0
     for seed in range(20):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="nothing could be accepted")
+            warnings.filterwarnings("ignore", message="silo .* was not asked")
             fit = method.run(jax.random.key(seed), silos, 1000, progress_bar=False)
         # a movement is infinite from or to a posterior that is not proper
         assert np.all(np.isfinite(fit.history["shift"])) and np.all(np.isfinite(fit.history["loss"]))
@@ -236,7 +237,7 @@ def test_a_silo_whose_factor_breaks_down_is_skipped_and_counted():
                 return found._replace(natural=jax.tree.map(lambda leaf: leaf * np.nan, found.natural))
 
     silos = regression_silos(4, np.float32)
-    with pytest.warns(UserWarning, match="nothing could be accepted from silo 's0', 's1'"):
+    with pytest.warns(UserWarning, match="silo 's0', 's1', 's2', 's3' was not asked, or nothing could be accepted"):
         fit = run(nf.EP(regression, solver=Broken(), tolerance=0), silos, 2)
     np.testing.assert_array_equal(fit.history["skipped"], 4)
     _, cov = fit.method.normal(fit.split, fit.state.server)
@@ -347,3 +348,48 @@ def test_fixed_points_are_those_of_variational_inference_on_the_pooled_data(sche
     sd = np.sqrt(np.diag(cov))
     np.testing.assert_allclose(other / sd, mean / sd, atol=2e-3)
     np.testing.assert_allclose(other_cov / np.outer(sd, sd), cov / np.outer(sd, sd), atol=2e-3)
+
+
+# --- easily missed ----------------------------------------------------------------------------------------------------
+
+
+def lasso(x, y=None):
+    b = numpyro.sample("b", dist.Laplace(0.0, 1.0))
+    t = numpyro.sample("t", dist.HalfCauchy(1.0))
+    tight = numpyro.sample("tight", dist.Normal(0, 0.002))
+    with numpyro.plate("n", x.shape[0]):
+        numpyro.sample("y", dist.Normal(b * x + tight, t), obs=y)
+
+
+def test_a_prior_is_normal_only_if_every_coordinate_is(x64):
+    """A Laplace density's Hessian is constant (zero), and a tight normal's precision hides what others do."""
+    silos = nf.Silos({str(j): dict(x=np.ones(4 + j), y=np.ones(4 + j)) for j in range(2)})
+    prepared, _ = nf.EP(lasso).ready(silos)
+    assert not prepared.notes["prior"].exact
+    assert nf.EP(regression).ready(regression_silos(4))[0].notes["prior"].exact
+
+
+@pytest.mark.filterwarnings("ignore:silo .* was not asked")
+def test_a_run_goes_on_with_silos_in_another_order(x64):
+    """Sites belong to names: a single visit after turning the silos around changes nothing that is already exact."""
+    silos = regression_silos(4)
+    turned = nf.Silos({name: silos[name] for name in reversed(silos.names)})
+    method = nf.EP(regression, tolerance=0)
+    exact = run(method, silos, 1)
+    again = run(method, turned, 1, schedule=nf.schedules.sampled(1), init_state=exact.state)
+    assert worst(again, *closed_form(silos)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nf.solvers.Gradient(num_particles=3), "num_particles must be even"),
+        (lambda: nf.solvers.HMC(marginal="quadratur"), "marginal must be 'quadrature'"),
+        (lambda: nf.solvers.Importance(num_nodes=0), "num_nodes must be an int"),
+        (lambda: nf.EP(regression, damping=True), "damping is the share"),
+        (lambda: nf.EP(regression, tolerance=float("nan")), "tolerance"),
+    ],
+)
+def test_solvers_are_checked_when_they_are_made(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -112,6 +112,10 @@ class Method:
         """A server state whose steps suit the schedule."""
         return server
 
+    def reordered(self, server: Any, order: list[int]) -> Any:
+        """A server state whose silos come in another order (or are fewer)."""
+        return server
+
     effort = "most"  # of the compiler: "some" where a run has few rounds
     stops = False  # whether `settled` may end a run before its last round
 
@@ -119,9 +123,7 @@ class Method:
         """Whether nothing moves any more, from the last rounds."""
         return False
 
-    def closing(
-        self, prepared: Prepared, server: Any, names: tuple[str, ...], last: dict[str, np.ndarray]
-    ) -> FederatedAlgorithm | None:
+    def closing(self, prepared: Prepared, server: Any, names: tuple[str, ...]) -> FederatedAlgorithm | None:
         """One more round at the end, which moves nothing and asks whether the answer can be trusted."""
         return None
 
@@ -326,6 +328,8 @@ class _Runner:
                 f"init_state is of {given.method}, this is {type(self.method).__name__}: pass the Fit itself to start "
                 "from it" + (", or go on from fit.uncorrected.state" if given.method.endswith(CORRECTED) else "")
             )
+        order = [given.names.index(name) for name in self.stack.names]
+        given = given._replace(server=self.method.reordered(given.server, order))
         shapes = jax.eval_shape(lambda: self.engine.start(self.prepared.algorithm, self.key, self.stack))
         hint = "init_state was made with other settings or data; pass the Fit itself to start from it"
         _check_shapes((given.server, states), shapes, hint)
@@ -380,7 +384,7 @@ class _Runner:
 
     def _close(self, server: Any, states: tuple) -> None:
         """The closing round, if the method has one; what it sends is counted with the last round."""
-        algorithm = self.method.closing(self.prepared, server, self.stack.names, self.history[-1])
+        algorithm = self.method.closing(self.prepared, server, self.stack.names)
         if algorithm is None:
             return
         sent = self._traffic(algorithm, server, states)

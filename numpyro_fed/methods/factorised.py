@@ -30,6 +30,7 @@ from numpyro_fed.prior import normal_prior
 from numpyro_fed.rows import find_components, finder, how_rows_lie
 from numpyro_fed.sites import Sites
 from numpyro_fed.solvers import Ask, Solver
+from numpyro_fed.solvers.coordinates import Coordinates, coordinates
 from numpyro_fed.solvers.factor import DRAWS, NODES, Marginal, plain_factor, silo_factor, start_frame
 from numpyro_fed.solvers.nodes import TOO_FAR, node_check
 from numpyro_fed.split_model import SplitModel
@@ -101,9 +102,10 @@ class Factorised(Method):
         as_family(self.family)
         if self.solver is not None:
             self._check_solver(self.solver)
-        if self.damping is not None and not (isinstance(self.damping, int | float) and 0 < self.damping <= 1):
+        number = isinstance(self.damping, int | float) and not isinstance(self.damping, bool)
+        if self.damping is not None and not (number and 0 < self.damping <= 1):
             raise ValueError(f"damping is the share of a change that is accepted, in (0, 1], got {self.damping!r}")
-        if not isinstance(self.tolerance, int | float) or self.tolerance < 0:
+        if not isinstance(self.tolerance, int | float) or not self.tolerance >= 0:
             raise ValueError(f"tolerance must be a number of at least 0, got {self.tolerance!r}")
         if self.server_optim is not None:
             check_optim(self.server_optim, "server_optim")
@@ -127,7 +129,7 @@ class Factorised(Method):
 
     @property
     def stops(self) -> bool:  # type: ignore[override]
-        return self.tolerance > 0
+        return self.tolerance > 0 and self.server_optim is None  # an optimiser's small steps are no rest
 
     def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
         self._check_model(split)
@@ -137,21 +139,20 @@ class Factorised(Method):
         shares = self._shares(split, stack) if self.tied else None
         algorithm = self.algorithm(split, solver, marginal, prior, stack.names, shares)
         notes: dict[str, Any] = {"solver": solver, "marginal": marginal, "find": find, "prior": prior}
-        if marginal.kind == "quadrature" and marginal.num > 1:
+        if marginal.kind == "quadrature" and marginal.num > 1 and split.dim <= MOST_DENSE:
             notes["nodes"] = node_check(split, as_family(self.family), marginal, self.q)
         return Prepared(split, algorithm, None, notes)
 
-    def closing(
-        self, prepared: Prepared, server: Server, names: tuple[str, ...], last: dict[str, np.ndarray]
-    ) -> FederatedAlgorithm | None:
-        """Warns of silos that were asked in vain; asks about quadrature nodes once the posterior is nearly at rest."""
+    def closing(self, prepared: Prepared, server: Server, names: tuple[str, ...]) -> FederatedAlgorithm | None:
+        """Warns of silos that were not heard; asks about quadrature nodes once the posterior is nearly at rest."""
         moving = np.asarray(server.moving)
         silent = [name for name, far in zip(names, moving, strict=True) if far >= UNHEARD]
-        if np.sum(last["skipped"]) and silent:
+        if silent:
             warnings.warn(
-                f"nothing could be accepted from silo {', '.join(map(repr, silent[:5]))}"
-                f"{' and others' if len(silent) > 5 else ''} when last asked, so the posterior is not yet that of all "
-                "silos. Run more rounds (init_state=fit.state), pass damping=0.5, or another solver",
+                f"silo {', '.join(map(repr, silent[:5]))}{' and others' if len(silent) > 5 else ''} was not asked, or "
+                "nothing could be accepted from it: the posterior is not yet that of all silos. Run more rounds "
+                "(init_state=fit.state); if rounds are skipped (fit.history['skipped']), pass damping=0.5 or another "
+                "solver",
                 stacklevel=5,
             )
         return prepared.notes.get("nodes") if np.max(moving) < NEARLY else None
@@ -204,8 +205,6 @@ class Factorised(Method):
             return solver, Marginal("none")
         samples = solver.name in ("hmc", "nuts")
         kind = solver.marginal or ("joint" if samples else "quadrature" if quadrature else "iw")
-        if kind not in ("quadrature", "iw", "joint"):
-            raise ValueError(f"marginal must be 'quadrature', 'iw' or 'joint', got {kind!r}")
         if kind == "quadrature" and not quadrature:
             raise ValueError(
                 "quadrature needs rows of one or two local latents that do not meet in a term; here "
@@ -244,6 +243,17 @@ class Factorised(Method):
             everyone = isinstance(schedule, schedules.Synchronous)  # else rounds are different silos' moves
             wary = jnp.asarray(self.damping is None and everyone)
             return server._replace(step=both[0], first_step=both[1], calming=jnp.asarray(calming), wary=wary)
+
+    def reordered(self, server: Server, order: list[int]) -> Server:
+        take = lambda leaf: leaf[np.array(order)]
+        with jax.enable_x64(True):
+            each = server.sites.each if self.tied else jax.tree.map(take, server.sites.each)
+            return server._replace(
+                sites=server.sites._replace(each=each),
+                visits=take(server.visits),
+                moving=take(server.moving),
+                values=server.values[np.array([*order, -1])],
+            )
 
     def settled(self, history: dict[str, np.ndarray]) -> bool:
         """Whether the posterior stopped moving: no silo, when last heard, shifted it by ``tolerance`` sds."""
@@ -284,7 +294,7 @@ class Factorised(Method):
                 jnp.zeros((), bool),
                 jnp.zeros(2 * d),
                 opt_state,
-                solver.start(family, d),
+                _known(solver.start(family, d), family, prior.factor),
             )
 
         def settling(server: Server, q: Natural) -> Array:
@@ -419,8 +429,8 @@ class Factorised(Method):
     def adopt(self, split: SplitModel, server: Server, silos: tuple, found: start.Found) -> tuple[Server, tuple]:
         """Sites, equal parts, whose product with the prior is what another method found."""
         family, num = as_family(self.family), server.visits.shape[0]
-        root = np.diag(np.asarray(found.sd)) if found.chol is None else np.asarray(found.chol)
-        q = family.project(np.asarray(found.loc), np.asarray(root @ root.T, np.float64))
+        root = np.asarray(np.diag(found.sd) if found.chol is None else found.chol, np.float64)
+        q = family.project(np.asarray(found.loc, np.float64), root @ root.T)
         rest = quotient(q, server.sites.prior)
         with jax.enable_x64(True):
             if self.tied:
@@ -431,7 +441,9 @@ class Factorised(Method):
             sites=server.sites._replace(each=each),
             visits=jnp.ones_like(server.visits),
             moving=jnp.full_like(server.moving, UNHEARD),
+            own=_known(server.own, family, q),
         )
+        silos = tuple(state._replace(own=_repeated(state.own, _known(state.own, family, q))) for state in silos)
         if not split.groups or not found.local:
             return server, silos
 
@@ -524,6 +536,17 @@ class Factorised(Method):
 
             total = total + jnp.sum(jax.vmap(one)(identities(bucket.names), states, bucket.args, bucket.mask))
         return total
+
+
+def _known(own: Any, family: Any, q: Natural) -> Any:
+    """What a solver keeps, where that is the coordinates of its tilted distribution: begun at those of q."""
+    return coordinates(family, q) if isinstance(own, Coordinates) else own
+
+
+def _repeated(like: Any, own: Any) -> Any:
+    """One silo's keeping for all of a bucket."""
+    with jax.enable_x64(True):
+        return jax.tree.map(lambda many, one: jnp.broadcast_to(one, many.shape), like, own)
 
 
 def _move(family: Any, old: Natural, new: Natural) -> Array:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from numpyro_fed.families import as_family
 from numpyro_fed.methods.factorised import Factorised
 from numpyro_fed.solvers import Gradient, NaturalGradient, Solver, as_solver
 from numpyro_fed.split_model import SplitModel
@@ -23,7 +24,8 @@ class PVI(Factorised):
         family: ``"full"``, ``"diagonal"`` or ``"identity"``: the normal over the unconstrained globals.
         damping: the share of a proposed change that the server accepts, in (0, 1].
         solver: ``"natural"`` (natural gradients, exact in one step where a factor is normal; the default) or
-            ``"gradient"`` (reparametrised gradients; the default above 200 dimensions), or an object such as
+            ``"gradient"`` (reparametrised gradients; the default above 200 dimensions and for families without
+            correlations), or an object such as
             ``nf.solvers.NaturalGradient(num_points=256)``. Local latents are integrated by quadrature where rows
             allow; ``marginal="iw", num_nodes=K`` takes a bound with K draws a row instead.
         server_optim, tolerance, local, shared: as for :class:`~numpyro_fed.EP`.
@@ -41,4 +43,6 @@ class PVI(Factorised):
         return found
 
     def _default_solver(self, split: SplitModel, quadrature: bool) -> Solver:
-        return NaturalGradient() if split.dim <= MOST_NATURAL else Gradient()
+        # without correlations a natural-gradient step is Jacobi's, which swings on correlated globals
+        full = as_family(self.family).kind == "full"
+        return NaturalGradient() if full and split.dim <= MOST_NATURAL else Gradient()

@@ -40,6 +40,13 @@ class Solver:
     name = ""
     noisy = False  # its answers have Monte Carlo error
 
+    def __post_init__(self) -> None:
+        if self.marginal not in (None, "quadrature", "iw", "joint"):
+            raise ValueError(f"marginal must be 'quadrature', 'iw' or 'joint', got {self.marginal!r}")
+        num = self.num_nodes
+        if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 1):
+            raise ValueError(f"num_nodes must be an int of at least 1, got {num!r}")
+
     def step(self, d: int, family: Normal) -> float:
         """The longest stable step."""
         return 1.0

@@ -121,11 +121,11 @@ def silo_factor(
     def log_ratios(z: Array, frame: Frame, eps: dict) -> Array:
         """log p(y, z_L | z) / N(z_L; frame), by component."""
         found = split.evaluate(z, frame.at(z, eps), theta, data)
-        log_det = frame.log_det()
         log_q = {}
         for g in shapes:
             each = jnp.where(found.active[g], -0.5 * eps[g] ** 2 - 0.5 * LOG_2PI, 0.0)
-            log_q[g] = jnp.sum(each, axis=1) - log_det[g]
+            log_diagonal = jnp.log(jnp.diagonal(frame.root[g], axis1=1, axis2=2))
+            log_q[g] = jnp.sum(each - jnp.where(found.active[g], log_diagonal, 0.0), axis=1)
         return combined(split, marginal.weighting, found.terms, log_q, data, components, None, None)
 
     def log_f(z: Array, frame: Frame, nodes: Nodes) -> Array:
@@ -139,7 +139,7 @@ def silo_factor(
     def joint(z: Array, frame: Frame, eps: dict) -> Array:
         log_det = frame.log_det()
         active = split.evaluate(z, frame.loc, theta, data).active
-        padding = sum(jnp.sum(jnp.where(active[g], 0.0, -0.5 * eps[g] ** 2)) for g in eps)
+        padding = sum(jnp.sum(jnp.where(active[g], 0.0, -0.5 * eps[g] ** 2 - 0.5 * LOG_2PI)) for g in eps)
         total = split.log_silo(z, frame.at(z, eps), theta, data) + padding
         return total + sum(jnp.sum(log_det[g]) for g in eps)
 

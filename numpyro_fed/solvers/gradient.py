@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from numpyro_fed.families import Natural, double, quotient, single
+from numpyro_fed.optim import check_optim
 from numpyro_fed.solvers import coordinates as co
 from numpyro_fed.solvers.base import Ask, Solved, Solver
 from numpyro_fed.solvers.factor import Factor
@@ -37,6 +38,14 @@ class Gradient(Solver):
     name = "gradient"
     noisy = True
     most_newton = 200
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.num_particles, bool) or self.num_particles < 2 or self.num_particles % 2:
+            raise ValueError(f"num_particles must be even (antithetic pairs), got {self.num_particles!r}")
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, got {self.num_steps!r}")
+        check_optim(self.optim)
 
     def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
         family, d = ask.family, ask.q.shift.shape[0]

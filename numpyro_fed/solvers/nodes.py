@@ -29,7 +29,7 @@ class Message(NamedTuple):
 
 def node_check(split: SplitModel, family: Normal, marginal: Marginal, posterior: Any) -> FederatedAlgorithm:
     """One round that asks; its info has the largest shift. ``posterior`` gives q from the method's server state."""
-    num = max(POINTS, 2 * split.dim + split.dim % 2)
+    num = max(POINTS, 2 * split.dim)
     more = marginal._replace(num=2 * marginal.num + 1)
 
     def broadcast(key: Array, server: Any) -> Broadcast:
