@@ -105,8 +105,8 @@ def apart(algorithm: FederatedAlgorithm, x64: bool) -> FederatedAlgorithm:
 
     def under(function: Callable) -> Callable:
         def run(*args: Any) -> Any:
-            with jax.enable_x64(x64):
-                return function(*args)
+            with jax.enable_x64(x64):  # Python's own numbers (the start of a param) become arrays in it, too
+                return jax.tree.map(lambda leaf: jnp.asarray(leaf) if np.isscalar(leaf) else leaf, function(*args))
 
         return run
 
