@@ -191,7 +191,7 @@ def main(args):
 
     print("\n(d) EP, 5 rounds, compilation included, silos of unequal sizes")
     print(f"{'silos':>8} {'together s':>12} {'apart s':>12} {'apart/together':>16} {'round 2/round 1':>16}")
-    for num in (5,) if args.quick else (5, 10):
+    for num in (5,) if args.quick else (10, 20):
         silos = unequal_silos(num)
         together, first, second = ep_together(silos, 5)
         alone = ep_apart(silos, 5)
