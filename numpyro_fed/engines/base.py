@@ -1,7 +1,7 @@
 """What engines share: the silos' stacked data, keys from names, and the size of what crosses."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -119,6 +119,18 @@ def apart(algorithm: FederatedAlgorithm, x64: bool) -> FederatedAlgorithm:
         under(algorithm.aggregate),
         once(algorithm.server_step),
     )
+
+
+def in_float64(run: Callable) -> Callable:
+    """An engine's method, traced in float64, its algorithm kept in the user's precision."""
+
+    @wraps(run)
+    def wrapped(self: Any, algorithm: FederatedAlgorithm, *args: Any, **options: Any) -> Any:
+        algorithm = apart(algorithm, jax.config.read("jax_enable_x64"))
+        with jax.enable_x64(True):
+            return run(self, algorithm, *args, **options)
+
+    return wrapped
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
 from numpyro_fed.engines import wire
-from numpyro_fed.engines.base import SERVER, START, Stack, apart, sent_to, stacked
+from numpyro_fed.engines.base import SERVER, START, Stack, in_float64, sent_to, stacked
 from numpyro_fed.tracing import digest
 
 
@@ -22,12 +22,8 @@ from numpyro_fed.tracing import digest
 class Loopback:
     """Silos in a Python loop, every message and broadcast encoded and decoded as over a network."""
 
+    @in_float64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
-        algorithm = apart(algorithm, jax.config.read("jax_enable_x64"))
-        with jax.enable_x64(True):
-            return self._start(algorithm, key, stack)
-
-    def _start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
         key = jax.random.fold_in(key, START)
         server_key = jax.random.fold_in(key, SERVER)
         server = _init(algorithm, server_key)
@@ -41,6 +37,7 @@ class Loopback:
             states.append(stacked(found))
         return server, tuple(states)
 
+    @in_float64
     def rounds(
         self,
         algorithm: FederatedAlgorithm,
@@ -52,21 +49,6 @@ class Loopback:
         cohorts: Any,
         count: int,
         effort: str = "most",
-    ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
-        algorithm = apart(algorithm, jax.config.read("jax_enable_x64"))
-        with jax.enable_x64(True):
-            return self._rounds(algorithm, key, stack, server, silos, first, cohorts, count)
-
-    def _rounds(
-        self,
-        algorithm: FederatedAlgorithm,
-        key: Any,
-        stack: Stack,
-        server: Any,
-        silos: tuple,
-        first: int,
-        cohorts: Any,
-        count: int,
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
         rows = []
         data = {name: stack.data(name) for name in stack.names}

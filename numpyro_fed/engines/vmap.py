@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
-from numpyro_fed.engines.base import SERVER, START, Stack, apart, identities, sent_to, silo_keys, strong, zeros
+from numpyro_fed.engines.base import SERVER, START, Stack, identities, in_float64, sent_to, silo_keys, strong, zeros
 from numpyro_fed.padding import SiloData
 from numpyro_fed.tracing import UNOPTIMISED
 
@@ -23,11 +23,11 @@ CHUNK = 512  # rounds between two looks of the host: progress, stopping, interru
 class Vmap:
     """All silos of a bucket in one vmapped step; rounds run in a compiled loop. The default."""
 
+    @in_float64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
-        algorithm = apart(algorithm, jax.config.read("jax_enable_x64"))
-        with jax.enable_x64(True):
-            return _start(algorithm, stack.names, _bucket_names(stack), key, _arrays(stack), stack.shared)
+        return _start(algorithm, stack.names, _bucket_names(stack), key, _arrays(stack), stack.shared)
 
+    @in_float64
     def rounds(
         self,
         algorithm: FederatedAlgorithm,
@@ -45,11 +45,9 @@ class Vmap:
         server, silos = strong((server, silos))
         compiled = _ROUNDS[effort]
         names = stack.names, _bucket_names(stack)
-        algorithm = apart(algorithm, jax.config.read("jax_enable_x64"))
-        with jax.enable_x64(True):
-            server, silos, info = compiled(
-                algorithm, *names, key, _arrays(stack), stack.shared, server, silos, first, cohorts, count
-            )
+        server, silos, info = compiled(
+            algorithm, *names, key, _arrays(stack), stack.shared, server, silos, first, cohorts, count
+        )
         return server, silos, {name: np.asarray(rows)[:count] for name, rows in info.items()}
 
 
