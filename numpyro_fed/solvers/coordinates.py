@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 
-from numpyro_fed.families import LOG_2PI, Natural, Normal, double, either, inverse, single
+from numpyro_fed.families import LOG_2PI, Natural, Normal, double, either, inverse, quotient, single
+from numpyro_fed.solvers.base import Ask
 from numpyro_fed.solvers.factor import Factor
 from numpyro_fed.start import newton_step
 
@@ -212,3 +213,16 @@ def newton(
 def sds(at: Coordinates) -> Array:
     """Conditional sds: what a family without correlations would learn from its free energy."""
     return jax.lax.rsqrt(jnp.diagonal(inverse(at.root @ at.root.T)))
+
+
+def begin(ask: Ask, factor: Factor, frame: Any, at: Coordinates | None = None) -> tuple[Coordinates, Any]:
+    """Where a solver begins: at q (or ``at``), or, until every silo has been heard, at the tilted mode."""
+    found, frame, _ = newton(
+        factor,
+        ask.family.dense(quotient(ask.q, ask.site)),
+        coordinates(ask.family, ask.q) if at is None else at,
+        frame,
+        factor.nodes(None),
+        jnp.where(ask.settling, NEWTON_STEPS, 0),
+    )
+    return found, frame

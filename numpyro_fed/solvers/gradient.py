@@ -53,14 +53,7 @@ class Gradient(Solver):
         optim = self.optim or optax.adam(optax.cosine_decay_schedule(0.05, self.num_steps, alpha=0.01))
         cavity = quotient(ask.q, ask.site)
         if d <= self.most_newton:
-            at, frame, _ = co.newton(
-                factor,
-                family.dense(cavity),
-                co.coordinates(family, ask.q),
-                frame,
-                factor.nodes(None),
-                jnp.where(ask.settling, co.NEWTON_STEPS, 0),
-            )
+            at, frame = co.begin(ask, factor, frame)
             mean, root = at.mean, at.root if full else co.sds(at)
         else:
             mean, root = family.moments(ask.q)

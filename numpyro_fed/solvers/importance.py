@@ -56,10 +56,9 @@ class Importance(Solver):
         eps = jnp.asarray(normal_points(d, self.points(d, full)), jnp.zeros(()).dtype)
         cavity = family.dense(quotient(ask.q, ask.site))
         nodes = factor.nodes(None)
-        begin = co.coordinates(family, ask.q)
-        if not full:  # the family cannot keep the tilted's correlations, so the silo does
-            begin = either(ask.settling, begin, own)
-        begin, frame, _ = co.newton(factor, cavity, begin, frame, nodes, jnp.where(ask.settling, co.NEWTON_STEPS, 0))
+        # a family that cannot keep the tilted's correlations leaves that to the silo
+        known = None if full else either(ask.settling, co.coordinates(family, ask.q), own)
+        begin, frame = co.begin(ask, factor, frame, known)
         least = 1 if full and ask.near else 3  # where q is not what it should be, the proposal has to be found
 
         enough = jnp.where(ask.settling, ENOUGH, BARELY)

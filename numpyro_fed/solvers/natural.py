@@ -52,14 +52,7 @@ class NaturalGradient(Solver):
         # curvature: the draws' noise cancels in it
         half = jax.random.split(jax.random.key(1), num // 2)
         keys = jnp.concatenate([half, half])
-        at, frame, _ = co.newton(
-            factor,
-            family.dense(cavity),
-            co.coordinates(family, ask.q),
-            frame,
-            factor.nodes(None),
-            jnp.where(ask.settling, co.NEWTON_STEPS, 0),
-        )
+        at, frame = co.begin(ask, factor, frame)
         begin = either(ask.settling, _nearest(family, at), ask.q)
 
         def improve(_: Any, now: _Now) -> _Now:

@@ -91,14 +91,7 @@ class HMC(Solver):
     def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
         d = ask.q.shift.shape[0]
         nodes, cavity = factor.nodes(None), ask.family.dense(quotient(ask.q, ask.site))
-        begin, frame, _ = co.newton(
-            factor,
-            cavity,
-            co.coordinates(ask.family, ask.q),
-            frame,
-            nodes,
-            jnp.where(ask.settling, co.NEWTON_STEPS, 0),
-        )
+        begin, frame = co.begin(ask, factor, frame)
         eps_like = {g: jnp.zeros(shape) for g, shape in factor.eps_shape.items()} if factor.sampled else {}
         flat, unravel = ravel_pytree(eps_like)
         size = flat.shape[0]
