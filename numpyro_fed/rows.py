@@ -178,3 +178,15 @@ def how_rows_lie(split: SplitModel, stack: Stack, found: list[Components]) -> st
             data, one = jax.tree.map(lambda leaf, j=j: leaf[j], each)
             everywhere_aligned = everywhere_aligned and aligned(split, data, one)
     return "aligned" if everywhere_aligned else "indexed"
+
+
+def joined_groups(rows: dict[str, np.ndarray]) -> bool:
+    """Whether rows of several groups share a component, in any silo (first axis)."""
+    groups = list(rows.values())
+    if len(groups) < 2:
+        return False
+    for j in range(groups[0].shape[0]):
+        ids = np.concatenate([np.asarray(g[j]) for g in groups])
+        if len(np.unique(ids)) < len(ids):
+            return True
+    return False

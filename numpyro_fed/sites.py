@@ -154,6 +154,39 @@ def movement(family: Normal, old: Natural, new: Natural) -> Movement:
     return run(divergence, means, sds)
 
 
+def move(family: Normal, old: Natural, new: Natural) -> Array:
+    """How means and log sds moved, in sds, (2 d,); nothing from or to a posterior that is not proper."""
+    means, sds = (family.mean(old), family.mean(new)), (family.sds(old), family.sds(new))
+    both = family.proper(old) & family.proper(new)
+    with jax.enable_x64(True):
+        moved = jnp.concatenate([(means[1] - means[0]) / sds[1], jnp.log(sds[1] / sds[0])])
+        return jnp.where(both & jnp.isfinite(moved), moved, 0.0)
+
+
+def optimised(
+    family: Normal, optim: Any, opt_state: Any, step: Array, q: Natural, changes: Natural, ok: Array, refined: bool
+) -> tuple[Natural, Any, Array]:
+    """The server's optimiser moves q; the sites that were heard move with it, so that their product is still q.
+
+    Each takes its own change, and an equal part of what the optimiser adds to (or leaves out of) their sum; the last,
+    the prior's, has no part in it where the prior is exact (``refined`` is False). Returned: the sites' moves, the
+    optimiser's state, and how much of each was accepted.
+    """
+    changes = jax.tree.map(lambda leaf: zeroed(leaf, ok), changes)
+    with jax.enable_x64(True):
+        total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), changes)
+        update, opt_state = optim.update(jax.tree.map(jnp.negative, total), opt_state, q)
+        part = ok if refined else ok.at[-1].set(False)
+        share = part / jnp.maximum(jnp.sum(part), 1)
+        rest = jax.tree.map(lambda u, t: step * u - t, update, total)
+        moves = jax.tree.map(lambda c, r: c + share.reshape(-1, *(1,) * r.ndim).astype(jnp.float64) * r, changes, rest)
+        moves = jax.tree.map(lambda m: jnp.where(jnp.any(part), m, 0.0), moves)
+        combined = jax.tree.map(lambda m: jnp.sum(m, axis=0)[None], moves)
+    factor = steps_within(family, q, combined, jnp.ones(1), jnp.ones(1, bool))
+    with jax.enable_x64(True):
+        return jax.tree.map(lambda m: factor[0] * m, moves), opt_state, jnp.where(ok, factor[0], 0.0)
+
+
 def cavity(q: Natural, site: Natural) -> Natural:
     """The posterior without a silo's site."""
     return quotient(q, site)

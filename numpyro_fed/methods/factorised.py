@@ -27,7 +27,7 @@ from numpyro_fed.optim import check_optim
 from numpyro_fed.padding import SiloData
 from numpyro_fed.partition import PartitionError
 from numpyro_fed.prior import normal_prior
-from numpyro_fed.rows import find_components, finder, how_rows_lie
+from numpyro_fed.rows import find_components, finder, how_rows_lie, joined_groups
 from numpyro_fed.sites import Sites
 from numpyro_fed.solvers import Ask, Solver
 from numpyro_fed.solvers.coordinates import Coordinates, coordinates
@@ -196,7 +196,7 @@ class Factorised(Method):
         if split.groups:
             found = [jax.device_get(find(b.args, b.mask, stack.shared)) for b in stack.buckets]
             rows = how_rows_lie(split, stack, found)
-            joined = any(_joined(one.rows) for one in found)
+            joined = any(joined_groups(one.rows) for one in found)
         size = max((group.size for group in split.groups), default=0)
         quadrature = bool(split.groups) and rows != "whole" and not joined and size in NODES
         given = None if self.solver is None else self._check_solver(self.solver)
@@ -357,7 +357,9 @@ class Factorised(Method):
                 accepted = sites.steps_within(family, old, both, steps, ok, settling(server, old))
                 moves, opt_state = sites.scaled(jax.tree.map(lambda leaf: sites.zeroed(leaf, ok), both), accepted), ()
             else:
-                moves, opt_state, accepted = self._optimised(server, old, both, ok, not prior.exact)
+                moves, opt_state, accepted = sites.optimised(
+                    family, optim, server.opt_state, server.step, old, both, ok, not prior.exact
+                )
             each, last = jax.tree.map(lambda m: m[:-1], moves), jax.tree.map(lambda m: m[-1], moves)
             with jax.enable_x64(True):
                 if self.tied:
@@ -369,7 +371,7 @@ class Factorised(Method):
             new = sites.posterior(now, self.tied)
             far = single(sites.movement(family, old, new))
             normaliser = jnp.where(family.proper(old), single(family.log_normaliser(old)), 0.0)
-            move = _move(family, old, new)
+            move = single(sites.move(family, old, new))
             distance = jnp.minimum(jnp.maximum(far.shift, jnp.sqrt(far.divergence)), UNHEARD)
             back = (move @ server.last < 0) & (move @ move > RESTLESS * server.last @ server.last)
             # a short step moves little: what counts is how far a whole one would have gone
@@ -399,30 +401,6 @@ class Factorised(Method):
             return server, info
 
         return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
-
-    def _optimised(self, server: Server, q: Natural, changes: Natural, ok: Array, refined: bool) -> tuple:
-        """The server's optimiser moves q; the sites that were heard move with it, so that their product is still q.
-
-        Each takes its own change, and an equal part of what the optimiser adds to (or leaves out of) their sum; a prior
-        that is exact (``refined`` is False) has no part in it.
-        """
-        family = as_family(self.family)
-        changes = jax.tree.map(lambda leaf: sites.zeroed(leaf, ok), changes)
-        with jax.enable_x64(True):
-            total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), changes)
-            update, opt_state = self.server_optim.update(jax.tree.map(jnp.negative, total), server.opt_state, q)
-            part = ok if refined else ok.at[-1].set(False)
-            share = part / jnp.maximum(jnp.sum(part), 1)
-            rest = jax.tree.map(lambda u, t: server.step * u - t, update, total)
-            moves = jax.tree.map(
-                lambda c, r: c + share.reshape(-1, *(1,) * r.ndim).astype(jnp.float64) * r, changes, rest
-            )
-            moves = jax.tree.map(lambda m: jnp.where(jnp.any(part), m, 0.0), moves)
-            combined = jax.tree.map(lambda m: jnp.sum(m, axis=0)[None], moves)
-        factor = sites.steps_within(family, q, combined, jnp.ones(1), jnp.ones(1, bool))
-        with jax.enable_x64(True):
-            moves = jax.tree.map(lambda m: factor[0] * m, moves)
-            return moves, opt_state, jnp.where(ok, factor[0], 0.0)
 
     # --- starts -----------------------------------------------------------------------------------------------------
 
@@ -547,25 +525,3 @@ def _repeated(like: Any, own: Any) -> Any:
     """One silo's keeping for all of a bucket."""
     with jax.enable_x64(True):
         return jax.tree.map(lambda many, one: jnp.broadcast_to(one, many.shape), like, own)
-
-
-def _move(family: Any, old: Natural, new: Natural) -> Array:
-    """How means and log sds moved, in sds, (2 d,); nothing from or to a posterior that is not proper."""
-    means, sds = (family.mean(old), family.mean(new)), (family.sds(old), family.sds(new))
-    both = family.proper(old) & family.proper(new)
-    with jax.enable_x64(True):
-        move = jnp.concatenate([(means[1] - means[0]) / sds[1], jnp.log(sds[1] / sds[0])])
-        move = jnp.where(both & jnp.isfinite(move), move, 0.0)
-    return single(move)
-
-
-def _joined(rows: dict[str, np.ndarray]) -> bool:
-    """Whether rows of several groups share a component, in any silo (first axis)."""
-    groups = list(rows.values())
-    if len(groups) < 2:
-        return False
-    for j in range(groups[0].shape[0]):
-        ids = np.concatenate([np.asarray(g[j]) for g in groups])
-        if len(np.unique(ids)) < len(ids):
-            return True
-    return False
