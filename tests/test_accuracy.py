@@ -4,13 +4,11 @@ import os
 
 import jax
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
 
 import numpyro_fed as nf
-from benchmarks import mnist
+from benchmarks import hierarchical, mnist
 from examples.six_cities import model as six_cities_model
 from examples.six_cities import parser, six_cities_silos
 
@@ -80,36 +78,14 @@ def test_mnist_in_25_silos():
     assert mnist.accuracy(fit.sample(jax.random.key(1), 50), test).averaged > 88
 
 
-def radon_model(floor, county, num_counties, log_radon=None):
-    """Minnesota radon in long format, counties' intercepts non-centred."""
-    mu = numpyro.sample("mu", dist.Normal(0, 5))
-    tau = numpyro.sample("tau", dist.HalfNormal(2))
-    beta = numpyro.sample("beta", dist.Normal(0, 5))
-    sigma = numpyro.sample("sigma", dist.HalfNormal(2))
-    with numpyro.plate("counties", num_counties):
-        a = numpyro.sample("a", dist.Normal(0, 1))
-    alpha = numpyro.deterministic("alpha", mu + tau * a)
-    with numpyro.plate("homes", floor.shape[0]):
-        numpyro.sample("log_radon", dist.Normal(alpha[county] + beta * floor, sigma), obs=log_radon)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif("NUMPYRO_FED_DATA" not in os.environ, reason="radon data: set NUMPYRO_FED_DATA")
 def test_radon_in_long_format_matches_nuts():
     """Five silos of whole counties: |mean_shift| <= 0.10 for all globals, counties' means correlate above 0.99."""
-    data = nf.datasets.radon()
-    silo = np.random.default_rng(0).integers(0, 5, 85)[data.county]
-    silos = nf.split(
-        silo,
-        groups=dict(county="num_counties"),
-        floor=data.floor,
-        log_radon=data.log_radon,
-        county=data.county,
-        num_counties=85,
-    )
-    fit = nf.SFVI(radon_model).run(jax.random.key(0), silos, 3000, progress_bar=False)
+    silos = hierarchical.radon_silos()
+    fit = nf.SFVI(hierarchical.radon).run(jax.random.key(0), silos, 3000, progress_bar=False)
     reference = nf.nuts(
-        radon_model, silos, rng_key=jax.random.key(1), num_warmup=500, num_samples=3000, progress_bar=False
+        hierarchical.radon, silos, rng_key=jax.random.key(1), num_warmup=500, num_samples=3000, progress_bar=False
     )
     table = nf.compare({"SFVI": fit}, reference=reference).table
     assert np.all(np.abs(table["mean_shift"]) <= 0.10), table

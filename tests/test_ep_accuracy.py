@@ -80,7 +80,7 @@ def test_too_few_nodes_are_noticed():
 
 
 def test_the_toy_of_fedep():
-    """Table 4: distances to the pooled mean, 200 problems; round by round as FACTS has them."""
+    """Table 4: distances to the pooled mean, 200 problems; round by round as Guo et al. (2023) run."""
     found = toy_ep.distances()
     assert found["average of means"][0] == pytest.approx(5.33e-1, rel=0.1)
     assert found["fixed variance"][0] == pytest.approx(found["average of means"][0]), "FedAvg is its first round"
@@ -121,4 +121,4 @@ def test_every_structure_can_be_fitted(name):
         fit = run(nf.EP(case.model, **case.options), case.silos(), 12)
     draws = fit.sample_local(jax.random.key(1), 20, silo=fit.state.names[0])
     assert all(np.all(np.isfinite(value)) for value in draws.values())
-    assert fit.history["moving"][-1] < 0.3 * fit.history["moving"][0]
+    assert fit.history["moving"][-1] < 0.3 * min(fit.history["moving"][0], 10.0)  # 1e30 where a silo was not heard
