@@ -34,7 +34,7 @@ from numpyro_fed.guides.normal import GlobalNormal
 from numpyro_fed.keys import check_key
 from numpyro_fed.methods.ep import EP
 from numpyro_fed.padding import SiloData
-from numpyro_fed.rows import find_components
+from numpyro_fed.rows import components_of
 from numpyro_fed.solvers.factor import Marginal, silo_factor, start_frame
 from numpyro_fed.split_model import SplitModel
 from numpyro_fed.tracing import digest
@@ -87,10 +87,7 @@ def algorithm(split: ById, marginal: Marginal, num_points: int) -> FederatedAlgo
             return Server(sent, jnp.zeros(num_points, sent.points.dtype), jnp.zeros(num_points, jnp.float64))
 
     def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
-        found = None
-        if marginal.rows == "indexed":
-            z = 0.1 * jax.random.normal(jax.random.key(0), (d,))
-            found = find_components(model, jax.random.key(0), data, z, model.theta)
+        found = components_of(model, data) if marginal.rows == "indexed" else None
         return SiloState(start_frame(model, data), found)
 
     def broadcast(key: Array, server: Server) -> Broadcast:

@@ -156,13 +156,17 @@ def add_indexed(found: Components, terms: dict[str, Array], by_row: dict[str, Ar
     return total
 
 
+def components_of(split: SplitModel, data: SiloData) -> Components:
+    """The components of one silo, at the place where everyone looks for them."""
+    key = jax.random.key(0)
+    return find_components(split, key, data, 0.1 * jax.random.normal(key, (split.dim,)), split.theta)
+
+
 def finder(split: SplitModel) -> Any:
     """The components of all silos of a bucket, compiled: (args, mask, shared) -> Components, stacked."""
 
     def one(args: Any, mask: Any, shared: Any) -> Components:
-        key = jax.random.key(0)
-        z = 0.1 * jax.random.normal(key, (split.dim,))
-        return find_components(split, key, SiloData(args, mask, shared), z, split.theta)
+        return components_of(split, SiloData(args, mask, shared))
 
     return jax.jit(jax.vmap(one, in_axes=(0, 0, None)), compiler_options=UNOPTIMISED)
 

@@ -27,7 +27,7 @@ from numpyro_fed.optim import check_optim
 from numpyro_fed.padding import SiloData
 from numpyro_fed.partition import PartitionError
 from numpyro_fed.prior import normal_prior
-from numpyro_fed.rows import find_components, finder, how_rows_lie, joined_groups
+from numpyro_fed.rows import components_of, finder, how_rows_lie, joined_groups
 from numpyro_fed.sites import Sites
 from numpyro_fed.solvers import Ask, Solver
 from numpyro_fed.solvers.coordinates import Coordinates, coordinates
@@ -305,10 +305,7 @@ class Factorised(Method):
             return Broadcast(Sent(family.pack(q), settling(server, q)), family.pack(sites.of(server.sites, shares)))
 
         def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
-            frame, found = start_frame(split, data), None
-            if marginal.rows == "indexed":
-                z = 0.1 * jax.random.normal(jax.random.key(0), (d,))
-                found = find_components(split, jax.random.key(0), data, z, split.theta)
+            frame, found = start_frame(split, data), components_of(split, data) if marginal.rows == "indexed" else None
             return SiloState(frame, frame, solver.start(family, d), found)
 
         def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:

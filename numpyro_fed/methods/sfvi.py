@@ -29,7 +29,7 @@ from numpyro_fed.guides.traced import initial
 from numpyro_fed.methods.base import Method, Prepared
 from numpyro_fed.optim import DEFAULT, ENCODER, check_optim, with_horizon
 from numpyro_fed.padding import SiloData
-from numpyro_fed.rows import Components, find_components, finder, how_rows_lie
+from numpyro_fed.rows import Components, components_of, finder, how_rows_lie
 from numpyro_fed.split_model import SplitModel
 
 Array = Any
@@ -264,10 +264,7 @@ class SFVI(Method):
 
         def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
             params, base = guide.start_local(key, split, data)
-            found = None
-            if weighting.rows == "indexed":
-                z = 0.1 * jax.random.normal(jax.random.key(0), (d,))
-                found = find_components(split, jax.random.key(0), data, z, split.theta)
+            found = components_of(split, data) if weighting.rows == "indexed" else None
             return SiloState(params, base, silo_optim.init(params), found)
 
         def sent_at(server: ServerState, eps: Array) -> Sent:

@@ -76,6 +76,7 @@ class Linear(Solver):
     noisy = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
             raise ValueError(f"num_steps must be an int of at least 1, got {self.num_steps!r}")
         if self.optim is not None:
