@@ -30,6 +30,7 @@ from numpyro_fed.split_model import SplitModel, check_support, split_model
 from numpyro_fed.tracing import Model, digest
 
 COHORTS = digest("\0cohorts")
+CLOSING = digest("\0closing")  # a run that goes on draws other numbers in the round of the same index
 START_CHUNK = 5  # rounds of mode finding between two looks at whether it has converged
 KEPT = 32  # compiled methods kept
 
@@ -124,8 +125,15 @@ class Method:
         return False
 
     def closing(self, prepared: Prepared, server: Any, names: tuple[str, ...]) -> FederatedAlgorithm | None:
-        """One more round at the end, which moves nothing and asks whether the answer can be trusted."""
+        """One more round at the end: asks whether the answer can be trusted, or for what `closed` keeps of it.
+
+        Everyone is asked; the next cohort where cohorts are drawn at random.
+        """
         return None
+
+    def closed(self, prepared: Prepared, server: Any, closing_server: Any, num_asked: int) -> Any:
+        """The server state at the end of the run, from those before and after the closing round."""
+        return server
 
     def conclude(self, prepared: Prepared, info: dict[str, np.ndarray]) -> None:
         """Says what the closing round found."""
@@ -377,23 +385,32 @@ class _Runner:
                         if self.bar:
                             bar.write(f"nothing moves any more after {done} rounds")
                         break
-                self._close(server.server if isinstance(server, Held) else server, states)
+                server = self._close(
+                    server.server if isinstance(server, Held) else server, states, first + done, schedule
+                )
             except KeyboardInterrupt:
                 bar.write(f"stopped after {done} of {num_rounds} rounds; this is the fit so far")
         return self._fit(server, states, first + done)
 
-    def _close(self, server: Any, states: tuple) -> None:
-        """The closing round, if the method has one; what it sends is counted with the last round."""
-        algorithm = self.method.closing(self.prepared, server, self.stack.names)
+    def _close(self, server: Any, states: tuple, at: int, schedule: Any) -> Any:
+        """The server after the closing round, if the method has one; what it sends is counted with the last round."""
+        names = self.stack.names
+        algorithm = self.method.closing(self.prepared, server, names)
         if algorithm is None:
-            return
+            return server
+        cohorts = None
+        if isinstance(schedule, schedules.Sampled):
+            cohorts = schedule.cohorts(jax.random.fold_in(self.key, COHORTS), names, at, 1)
+        key, asked = jax.random.fold_in(self.key, CLOSING), len(names) if cohorts is None else cohorts.shape[1]
         sent = self._traffic(algorithm, server, states)
-        _, _, info = self.engine.rounds(algorithm, self.key, self.stack, server, states, 0, None, 1, effort="least")
+        after, _, info = self.engine.rounds(algorithm, key, self.stack, server, states, at, cohorts, 1, effort="least")
         for name, size in (("bytes_up", sent.up), ("bytes_down", sent.down)):
             last = np.array(self.history[-1][name])
-            last[-1] += len(self.stack.names) * size
+            last[-1] += asked * size
             self.history[-1][name] = last
+        server = self.method.closed(self.prepared, server, after, asked)
         self.method.conclude(self.prepared, info)
+        return server
 
     def _stop_at_last_good(
         self, algorithm: FederatedAlgorithm, good: tuple, first: int, cohorts: Any, bad: int, sent: Any
