@@ -131,6 +131,10 @@ class Method:
         """
         return None
 
+    def opening(self, prepared: Prepared, server: Any, num_asked: int) -> Any:
+        """The server state that the closing round begins with."""
+        return server
+
     def closed(self, prepared: Prepared, server: Any, closing_server: Any, num_asked: int) -> Any:
         """The server state at the end of the run, from those before and after the closing round."""
         return server
@@ -402,8 +406,9 @@ class _Runner:
         if isinstance(schedule, schedules.Sampled):
             cohorts = schedule.cohorts(jax.random.fold_in(self.key, COHORTS), names, at, 1)
         key, asked = jax.random.fold_in(self.key, CLOSING), len(names) if cohorts is None else cohorts.shape[1]
-        sent = self._traffic(algorithm, server, states)
-        after, _, info = self.engine.rounds(algorithm, key, self.stack, server, states, at, cohorts, 1, effort="least")
+        begin = self.method.opening(self.prepared, server, asked)
+        sent = self._traffic(algorithm, begin, states)
+        after, _, info = self.engine.rounds(algorithm, key, self.stack, begin, states, at, cohorts, 1, effort="least")
         for name, size in (("bytes_up", sent.up), ("bytes_down", sent.down)):
             last = np.array(self.history[-1][name])
             last[-1] += asked * size

@@ -272,7 +272,7 @@ class IASG(Linear):
         at = _moved(at, jnp.zeros_like(scale), scale)
         place = _place(at, cavity, factor, frame)
         uphill = jax.grad(place.density)
-        h = self.step_size / _largest(power_key, uphill, scale.shape)
+        h = self.step_size / largest_curvature(power_key, uphill, scale.shape)
 
         def step(x: Array, key: Array) -> tuple[Array, Array]:
             new = x + h * uphill(x) + jnp.sqrt(2 * h) * jax.random.normal(key, x.shape)
@@ -394,7 +394,7 @@ def _times_hessian(gradient: Callable, v: Array) -> Array:
     return jax.jvp(gradient, (jnp.zeros_like(v),), (v,))[1]
 
 
-def _largest(key: Array, gradient: Callable, shape: tuple[int, ...]) -> Array:
+def largest_curvature(key: Array, gradient: Callable, shape: tuple[int, ...]) -> Array:
     """The largest curvature at zero, by power iteration."""
 
     def times(v: Array, _: None) -> tuple[Array, Array]:
