@@ -1,7 +1,7 @@
 """What comes back from a run."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,9 +14,10 @@ import pandas as pd
 from numpyro_fed import arguments, export, forward, predict, summary, units
 from numpyro_fed.engines.base import Stack
 from numpyro_fed.keys import check_key
-from numpyro_fed.padding import Bucket, SiloData, from_arguments, silo_data
+from numpyro_fed.padding import Bucket, SiloData, from_arguments, gathered, silo_data
 from numpyro_fed.silos import Silos
 from numpyro_fed.split_model import SplitModel
+from numpyro_fed.store import Names, told
 from numpyro_fed.tracing import digest, provenance
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from numpyro_fed.influence import Conflict, Influence
 
 Array = Any
+IN_MEMORY = "hold a part of it in memory, store.only(*names), and fit that"
 CORRECTED = ", corrected"  # after the method's name in the state of a corrected fit
 
 
@@ -31,7 +33,7 @@ class State(NamedTuple):
     """Everything a run can go on from. The silos' part is private to them: it is in here as they are simulated here."""
 
     method: str
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of a store: its lazy Names, and there are no buckets and no silos' states
     buckets: tuple[tuple[str, ...], ...]
     server: Any
     silos: tuple  # over buckets, stacked over the bucket's silos
@@ -39,11 +41,13 @@ class State(NamedTuple):
 
     def silo(self, name: str) -> tuple[Any, int]:
         """One silo's state, and its bucket."""
+        if isinstance(self.names, Names) and name in self.names:
+            return (), 0
         for b, bucket in enumerate(self.buckets):
             if name in bucket:
                 position = bucket.index(name)
                 return jax.tree.map(lambda leaf, position=position: leaf[position], self.silos[b]), b
-        raise KeyError(f"no silo is named {name!r}; the silos are {', '.join(map(repr, self.names))}")
+        raise KeyError(f"no silo is named {name!r}; the silos are {told(self.names)}")
 
     def arranged(self, stack: Stack) -> tuple:
         """The silos' states in another stack's buckets and order."""
@@ -68,7 +72,7 @@ class Fit:
     history: dict[str, np.ndarray]  # one row a round, those of the start included
     seconds: float  # wall time of the run, compilation included
     padded: tuple[dict[str, int], ...]  # each bucket's padded axis lengths
-    silos: Silos | None = None  # None after nf.load without silos
+    silos: Any = None  # a Silos or a SiloStore; None after nf.load without silos
     shapes: Silos | None = None  # after nf.load: zeros in the shapes of the silos' arguments
 
     @property
@@ -188,6 +192,8 @@ class Fit:
         A program for padded data serves all silos of a bucket. Rows do not meet in a log density, but they may in a
         deterministic site (a mean over them).
         """
+        if self.from_store:
+            return self._read(silo)
         split, padded = self.split, self.padded[self.state.silo(silo)[1]]
         own = {axis.name: axis.lengths[silo] for axis in split.partition.axes}
         mask = {axis: jnp.arange(n) < own[axis] for axis, n in padded.items()}
@@ -195,7 +201,17 @@ class Fit:
         lengths = own if computed else padded
         return mask, silo_data(self.any_silos, silo, split.spec, split.partition.axes, lengths)
 
+    def _read(self, silo: str) -> tuple[dict[str, Array], SiloData]:
+        """The same for a silo of a store: read anew, not padded."""
+        self.need_silos(f"draws for the units of {silo!r}")
+        axes = self.split.partition.axes
+        args, mask = gathered([(silo, self.any_silos.own(silo))], self.split.spec, axes, rounded=False)
+        args, mask = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), (args, mask))
+        return mask, SiloData(args, mask, self.split.shared)
+
     def _unpad(self, values: dict[str, Array], silo: str, data: SiloData) -> dict[str, Array]:
+        if self.from_store:
+            return values
         lengths = {axis.name: axis.lengths[silo] for axis in self.split.partition.axes}
         out = {}
         for name, value in values.items():
@@ -224,7 +240,17 @@ class Fit:
         return frozenset(name for name, sources in found.items() if sources)
 
     @property
-    def any_silos(self) -> Silos:
+    def from_store(self) -> bool:
+        """Whether it was fitted to an :class:`~numpyro_fed.SiloStore`."""
+        return isinstance(self.state.names, Names)
+
+    def _need_all(self, what: str, instead: str) -> None:
+        """Raises when that would read every silo of a store."""
+        if self.from_store:
+            raise ValueError(f"{what} would read all {len(self.state.names)} silos of the store: {instead}")
+
+    @property
+    def any_silos(self) -> Any:
         """The silos, or (after nf.load without them) zeros of their shapes, which is enough for latents."""
         found = self.silos or self.shapes
         assert found is not None, "a fit has silos or their shapes"
@@ -262,6 +288,11 @@ class Fit:
         Returns:
             ``{site: draws}``, an array (num_samples, ...) each.
         """
+        if self.from_store and data is not None and silo is not None:
+            raise ValueError(
+                "silos of a store have no latents of their own, so new units are alike in all of them: predict(key, "
+                f"data), or predict(key, silo={silo!r}) for its own units"
+            )
         return predict.predict(self, _keys(rng_key, num_samples), data, silo)
 
     @cached_property
@@ -285,6 +316,7 @@ class Fit:
 
         With importance-weighted rows it is the tighter bound that was maximised.
         """
+        self._need_all("the bound", IN_MEMORY)
         self.need_silos("the bound")
         assert self.silos is not None
         keys = _keys(jax.random.key(0) if rng_key is None else rng_key, num_samples)
@@ -325,6 +357,7 @@ class Fit:
         """
         from numpyro_fed import correct
 
+        self._need_all("a correction", IN_MEMORY)
         return correct.correct(self, rng_key, num_points, engine)
 
     @cached_property
@@ -430,9 +463,15 @@ class Fit:
                 are masked, and ``numpyro.factor`` terms, left out), for ``arviz.loo``. Where every unit has a latent of
                 its own, leaving one out changes that latent a lot: ``arviz.loo`` will then say so.
             posterior_predictive: with replicates of the observed sites.
+
+        Of a fit to a store it has the globals alone.
         """
         key = jax.random.key(0) if rng_key is None else check_key(rng_key)
         _keys(key, num_samples)
+        if self.from_store:
+            if log_likelihood or posterior_predictive:
+                self._need_all("log likelihoods and replicates", "predict(key, silo=name) reads one")
+            return export.to_arviz(replace(self, silos=None), key, int(num_samples), False, False, False)
         return export.to_arviz(self, key, int(num_samples), local, log_likelihood, posterior_predictive)
 
     def save(self, path: str | Path) -> Path:

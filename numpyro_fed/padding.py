@@ -133,6 +133,70 @@ def _padded(
     return SiloData(args, {axis: np.arange(n) < own[axis] for axis, n in lengths.items()}, ())
 
 
+def gathered(
+    members: list[tuple[str, dict[str, Any]]], spec: CallSpec, axes: tuple[Axis, ...], rounded: bool = True
+) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
+    """A cohort's ``args`` and ``mask``, padded to a common length and stacked, on the host.
+
+    A free axis is padded to a power of two, so that cohorts of about the same sizes share a program.
+
+    Args:
+        members: names and own arguments, as a :class:`~numpyro_fed.store.SiloStore` reads them.
+        spec, axes: of the model, which was split on an example of the silos.
+        rounded: to a power of two; else to the longest alone.
+    """
+    arrays = [jax.tree.leaves(args) for _, args in members]
+    own = [_lengths_of(name, found, spec, axes) for (name, _), found in zip(members, arrays, strict=True)]
+    longest = {axis.name: max(lengths[axis.name] for lengths in own) for axis in axes}
+    free = {axis.name for axis in axes if axis.free and rounded}
+    padded = {axis: 1 << (n - 1).bit_length() if axis in free else n for axis, n in longest.items()}
+    args = []
+    for position, leaf in enumerate(spec.own):
+        if leaf.dtype is None or leaf.shape is None:
+            continue
+        shape = leaf.shape if leaf.axis is None else (padded[leaf.axis], *leaf.shape[1:])
+        out = np.empty((len(members), *shape), leaf.dtype)
+        for row, found in zip(out, arrays, strict=True):
+            if leaf.axis is None:
+                row[...] = found[position]
+            else:
+                row[: len(found[position])] = found[position]
+                row[len(found[position]) :] = found[position][-1]
+        args.append(out)
+    mask = {axis: np.arange(n) < np.array([lengths[axis] for lengths in own])[:, None] for axis, n in padded.items()}
+    return tuple(args), mask
+
+
+def _lengths_of(name: str, found: list[Any], spec: CallSpec, axes: tuple[Axis, ...]) -> dict[str, int]:
+    """The lengths of a silo's axes, when it can be called as the example's silos are."""
+    lengths: dict[str, int] = {}
+    more = "Silos of the example were not like that; give the store's first silo that shape, if it is right."
+    for leaf, value in zip(spec.own, found, strict=True):
+        size = value if isinstance(value, int) else np.shape(value)
+        if leaf.axis is None:
+            expected = leaf.shape if leaf.value is None else leaf.value
+            if size != expected:
+                raise ValueError(
+                    f"silo {name!r}: argument {leaf.path!r} is {size}, expected {expected}: it does not lie along a "
+                    f"plate of the silo's own. {more}"
+                )
+            continue
+        size = size if isinstance(size, int) else size[0]
+        if lengths.setdefault(leaf.axis, size) != size:
+            raise ValueError(
+                f"silo {name!r}: argument {leaf.path!r} has {size} rows where others of axis {leaf.axis!r} have "
+                f"{lengths[leaf.axis]}. {more}"
+            )
+    for axis in axes:
+        known = set(axis.lengths.values())
+        if not axis.free and len(known) == 1 and lengths[axis.name] not in known:
+            raise ValueError(
+                f"silo {name!r} has {lengths[axis.name]} rows along {axis.name!r}, and the model takes {known.pop()}: "
+                f"its rows are not independent, so they cannot be padded. {more}"
+            )
+    return lengths
+
+
 def _repeat_last(array: np.ndarray, length: int) -> np.ndarray:
     extra = length - array.shape[0]
     return array if extra == 0 else np.concatenate([array, np.repeat(array[-1:], extra, axis=0)])

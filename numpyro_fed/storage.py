@@ -27,6 +27,7 @@ from numpyro_fed.padding import call_spec, shared_arrays
 from numpyro_fed.partition import Partition, Site, partition
 from numpyro_fed.silos import Silos, leaves
 from numpyro_fed.split_model import from_spec
+from numpyro_fed.store import Names, SiloStore, told
 from numpyro_fed.tracing import PartitionError
 
 FORMAT, VERSION = "numpyro_fed.Fit", 1
@@ -37,6 +38,7 @@ def save(fit: Fit, path: str | Path) -> Path:
     """See :meth:`numpyro_fed.fit.Fit.save`."""
     arrays: dict[str, np.ndarray] = {}
     silos = fit.any_silos
+    silos = silos.example() if isinstance(silos, SiloStore) else silos
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -47,7 +49,7 @@ def save(fit: Fit, path: str | Path) -> Path:
         "silos": {name: encode(silos.own(name), _shape_leaf) for name in silos.names},
         "own_counts": sorted(silos.own_counts),
         "shared": encode(silos.shared, keep_in(arrays)),
-        "names": fit.state.names,
+        "names": _names(fit.state.names, arrays),
         "buckets": fit.state.buckets,
         "padded": fit.padded,
         "round": fit.state.round,
@@ -68,14 +70,15 @@ def save(fit: Fit, path: str | Path) -> Path:
     return path
 
 
-def load(path: str | Path, method: Any, silos: Silos | None = None) -> Fit:
+def load(path: str | Path, method: Any, silos: Silos | SiloStore | None = None) -> Fit:
     """Read a fit that ``fit.save`` wrote.
 
     Args:
         path: the file, with or without its suffix ``.npz``.
         method: the method it was made by, with the same model: ``nf.SFVI(model)``.
-        silos: the data it was fitted to. Without them the fit can still sample, predict for new units and silos, and be
-            an ``init_state``; predictions for the silos' own units and log likelihoods need them.
+        silos: the data it was fitted to, an nf.Silos or an nf.SiloStore. Without them the fit can still sample, predict
+            for new units and silos, and be an ``init_state``; predictions for the silos' own units and log likelihoods
+            need them.
 
     Raises:
         ValueError: when the file is not of this method, model or format; the message says which differs.
@@ -92,12 +95,12 @@ def load(path: str | Path, method: Any, silos: Silos | None = None) -> Fit:
             hint = f": call numpyro.enable_x64({header['x64']}) first" if what == "precision" else ""
             raise ValueError(f"{path} has another {what}: {saved} in the file, {now} now{hint}")
     shapes = _zeros(header, decode(header["shared"], read_from(arrays)))
+    names = _read_names(header["names"], arrays)
     if silos is not None:
-        _check_silos(path, shapes, silos)
+        _check_silos(path, shapes, names, silos)
     part = _partition(path, method, header["sites"], shapes)
     split = from_spec(method.model, part, call_spec(shapes, part), shared_arrays(shapes))
     server, states = decode(header["state"], read_from(arrays))
-    names = tuple(header["names"])
     state = State(header["method"], names, tuple(map(tuple, header["buckets"])), server, states, header["round"])
     method = CorrectedMethod(method) if state.method.endswith(CORRECTED) else method
     history = {name: np.asarray(rows) for name, rows in decode(header["history"], read_from(arrays)).items()}
@@ -172,9 +175,27 @@ def _partition(path: Path, method: Any, sites: list[list[Any]], shapes: Silos) -
     return part
 
 
-def _check_silos(path: Path, saved: Silos, silos: Silos) -> None:
-    if not isinstance(silos, Silos):
-        raise TypeError(f"silos must be an nf.Silos, got a {type(silos).__name__}")
+def _names(names: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """All silos' names; of a store, their number and the array they are in."""
+    if not isinstance(names, Names):
+        return names
+    return {"count": len(names), "labels": None if names.labels is None else keep_in(arrays)(names.labels)}
+
+
+def _read_names(saved: Any, arrays: dict[str, np.ndarray]) -> Any:
+    if not isinstance(saved, dict):
+        return tuple(saved)
+    return Names(saved["count"], None if saved["labels"] is None else read_from(arrays)(saved["labels"]))
+
+
+def _check_silos(path: Path, saved: Silos, names: Any, silos: Any) -> None:
+    kind = "nf.SiloStore" if isinstance(names, Names) else "nf.Silos"
+    if not isinstance(silos, SiloStore if isinstance(names, Names) else Silos):
+        raise TypeError(f"silos must be an {kind}, got a {type(silos).__name__}")
+    if isinstance(silos, SiloStore):
+        if silos.names != names:
+            raise ValueError(f"{path} has {len(names)} silos, {told(names)}; silos= has {told(silos.names)}")
+        silos = silos.only(*saved)
     if set(saved) != set(silos):
         raise ValueError(f"{path} has the silos {', '.join(saved)}; silos= has {', '.join(silos)}")
     for name in saved:

@@ -1,6 +1,6 @@
 """What engines share: the silos' stacked data, keys from names, and the size of what crosses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, Protocol
 
@@ -10,19 +10,44 @@ import numpy as np
 
 from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
 from numpyro_fed.engines import wire
-from numpyro_fed.padding import Bucket, SiloData
+from numpyro_fed.padding import Bucket, CallSpec, SiloData, gathered
+from numpyro_fed.partition import Axis
+from numpyro_fed.store import SiloStore
 from numpyro_fed.tracing import digest
 
 SERVER = digest("\0server")  # no silo can have this name's key: names come from users, who do not type NUL
 START = digest("\0start")
 
 
+class Source(NamedTuple):
+    """Where the data of a store's silos come from, and how the model wants them."""
+
+    store: SiloStore
+    spec: CallSpec
+    axes: tuple[Axis, ...]
+
+    def cohort(self, index: Any) -> tuple[np.ndarray, tuple, dict]:
+        """Identities, args and mask of a cohort, stacked, on the host."""
+        names = [self.store.name(j) for j in np.asarray(index).tolist()]
+        members = [(name, self.store.read(j)) for name, j in zip(names, np.asarray(index).tolist(), strict=True)]
+        return (identities(names), *gathered(members, self.spec, self.axes))
+
+
 class Stack(NamedTuple):
-    """All silos' data, in buckets, and what they share."""
+    """All silos' data, in buckets, and what they share.
+
+    Of a store (``source`` is given) ``names`` are all silos', and the buckets hold an example of a few of them.
+    """
 
     names: tuple[str, ...]
     buckets: tuple[Bucket, ...]
     shared: tuple[Any, ...]
+    source: Source | None = None
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The silos whose data are in the buckets: everyone, or the example of a store."""
+        return tuple(name for bucket in self.buckets for name in bucket.names)
 
     def place(self, name: str) -> tuple[int, int]:
         """Bucket and position of a silo."""
@@ -33,6 +58,10 @@ class Stack(NamedTuple):
 
     def data(self, name: str) -> SiloData:
         """One silo's data, padded as in its bucket."""
+        if self.source is not None:
+            _, args, mask = self.source.cohort([self.names.index(name)])
+            args, mask = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), (args, mask))
+            return SiloData(args, mask, self.shared)
         b, position = self.place(name)
         args, mask = jax.tree.map(lambda leaf: leaf[position], (self.buckets[b].args, self.buckets[b].mask))
         return SiloData(args, mask, self.shared)
@@ -68,7 +97,7 @@ def silo_keys(key: Any, identities: Any) -> Any:
     return jax.vmap(lambda identity: jax.random.fold_in(key, identity))(identities)
 
 
-def identities(names: tuple[str, ...]) -> np.ndarray:
+def identities(names: Sequence[str]) -> np.ndarray:
     return np.array([digest(name) for name in names], np.uint32)
 
 

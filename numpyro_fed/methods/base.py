@@ -18,8 +18,9 @@ from tqdm.auto import tqdm
 
 from numpyro_fed import schedules, start
 from numpyro_fed.algorithm import FederatedAlgorithm, Held, held, stale
-from numpyro_fed.engines.base import SERVER, Stack, sent_to, traffic
+from numpyro_fed.engines.base import SERVER, START, Source, Stack, sent_to, traffic
 from numpyro_fed.engines.loopback import Loopback
+from numpyro_fed.engines.streamed import Streamed
 from numpyro_fed.engines.vmap import CHUNK, Vmap
 from numpyro_fed.fit import CORRECTED, Fit, State
 from numpyro_fed.keys import check_key
@@ -27,12 +28,14 @@ from numpyro_fed.padding import SiloData, shared_arrays, stack
 from numpyro_fed.schedules import as_schedule
 from numpyro_fed.silos import Silos, leaves
 from numpyro_fed.split_model import SplitModel, check_support, split_model
-from numpyro_fed.tracing import Model, digest
+from numpyro_fed.store import Names, SiloStore
+from numpyro_fed.tracing import Model, PartitionError, digest
 
 COHORTS = digest("\0cohorts")
 CLOSING = digest("\0closing")  # a run that goes on draws other numbers in the round of the same index
 START_CHUNK = 5  # rounds of mode finding between two looks at whether it has converged
 KEPT = 32  # compiled methods kept
+MOST_AT_ONCE = 1000  # silos of a store that may take part in one round without the user's saying so
 
 
 class NonFiniteError(FloatingPointError):
@@ -107,6 +110,7 @@ class Method:
         """States whose step sizes suit a run of ``num_rounds``, of which a silo takes part in a ``share``."""
         return server, silos
 
+    stateless = False  # whether its silos keep nothing between rounds, so that they may come from a store
     accepts_stale = False  # whether a message made from an old broadcast is still of use
 
     def with_schedule(self, prepared: Prepared, server: Any, schedule: Any, names: tuple[str, ...]) -> Any:
@@ -144,18 +148,29 @@ class Method:
 
     # --- run --------------------------------------------------------------------------------------------------------
 
-    def ready(self, silos: Silos) -> tuple[Prepared, Stack]:
-        """The method prepared for these silos (from memory, if it has met such shapes before), and their data."""
-        key = (self.program, _signature(silos))
+    def ready(self, silos: Silos | SiloStore) -> tuple[Prepared, Stack]:
+        """The method prepared for these silos (from memory, if it has met such shapes before), and their data.
+
+        For a store it is prepared on an example: ``stack.names`` are those of all silos, without a loop over them,
+        ``stack.held`` and the lengths of the partition's axes are the example's.
+        """
+        store = silos if isinstance(silos, SiloStore) else None
+        silos = silos.example() if isinstance(silos, SiloStore) else silos
+        key = (self.program, _signature(silos), store and store.names)
         if key in _prepared:
             _prepared.move_to_end(key)
             prepared = _prepared[key]
             check_support(prepared.split, silos)
-            stacked = _stack(prepared.split, silos)
+            stacked = _stack(prepared.split, silos, store)
             if self.suits(prepared, stacked):
                 return prepared, stacked
         split = split_model(self.model, silos, getattr(self, "local", None), getattr(self, "shared", None))
-        stacked = _stack(split, silos)
+        if store is not None and split.groups:
+            raise PartitionError(
+                f"the model has local latents ({', '.join(split.partition.local_sites)}), and silos of a store keep "
+                "nothing of theirs between rounds: hold the data in memory, nf.Silos"
+            )
+        stacked = _stack(split, silos, store)
         prepared = self.prepare(split, stacked)
         _prepared[key] = prepared
         while len(_prepared) > KEPT:
@@ -165,7 +180,7 @@ class Method:
     def run(
         self,
         rng_key: Any,
-        silos: Silos,
+        silos: Silos | SiloStore,
         num_rounds: int | None = None,
         *,
         schedule: Any = None,
@@ -177,12 +192,13 @@ class Method:
 
         Args:
             rng_key: ``jax.random.key(0)``.
-            silos: the data, an :class:`~numpyro_fed.Silos`.
+            silos: the data, an :class:`~numpyro_fed.Silos`; for FedPA, FedAvg and SEP also a
+                :class:`~numpyro_fed.SiloStore`, of which each round's cohort is read.
             num_rounds: rounds after the start; by default the method's own number. For methods that notice when
                 nothing moves any more, the largest number.
             schedule: who takes part in a round: None (all), ``"sequential"``, ``"asynchronous"`` (EP and PVI),
                 ``nf.schedules.sampled(cohort_size)``.
-            engine: where it runs; by default ``nf.engines.Vmap()``.
+            engine: where it runs; by default ``nf.engines.Vmap()``, for a store ``nf.engines.Streamed()``.
             init_state: a ``fit.state`` of the same method (its round counter goes on), or a Fit.
             progress_bar: show rounds, loss and rate.
 
@@ -190,7 +206,7 @@ class Method:
             The fit. Stopped by KeyboardInterrupt, the fit so far.
         """
         key = check_key(rng_key)
-        if not isinstance(silos, Silos):
+        if not isinstance(silos, Silos | SiloStore):
             raise TypeError(
                 f"silos must be an nf.Silos, got a {type(silos).__name__}: wrap it as nf.Silos({{name: arguments}})"
             )
@@ -198,24 +214,27 @@ class Method:
         if num_rounds is not None and not counted:
             raise ValueError(f"num_rounds must be an int of at least 1, got {num_rounds!r}")
         schedule = as_schedule(schedule)
-        cohort = schedule.cohorts(jax.random.key(0), silos.names, 0, 1)  # one that does not fit the silos says so now
+        names: Any = silos.names
+        cohort = schedule.cohorts(jax.random.key(0), names, 0, 1)  # one that does not fit the silos says so now
         if schedules.stale(schedule) and not self.accepts_stale:
             raise ValueError(
                 f"nf.{type(self).__name__} needs replies to its newest broadcast, so it has no asynchronous schedule: "
                 "use nf.PVI or nf.EP, or schedule=nf.schedules.sampled(cohort_size)"
             )
+        engine = (Streamed() if isinstance(silos, SiloStore) else Vmap()) if engine is None else engine
+        _check_store(self, silos, schedule, engine)
         began = time.perf_counter()
         prepared, stacked = self.ready(silos)
-        sweep = schedules.sweep(schedule, silos.names)
+        sweep = schedules.sweep(schedule, names)
         num_rounds = self.default_rounds(prepared, sweep) if num_rounds is None else int(num_rounds)
-        runner = _Runner(self, prepared, stacked, engine or Vmap(), key, silos, began, progress_bar)
+        runner = _Runner(self, prepared, stacked, engine, key, silos, began, progress_bar)
         runner.share = 1.0 if cohort is None else cohort.shape[1] / silos.num_silos
         if init_state is None:
             server, states = runner.begin(num_rounds)
             first = 0
         else:
             server, states, first = runner.resume(init_state, num_rounds)
-        server = self.with_schedule(prepared, server, schedule, silos.names)
+        server = self.with_schedule(prepared, server, schedule, names)
         return runner.rounds(server, states, first, num_rounds, schedule)
 
 
@@ -233,8 +252,38 @@ def _finite(tree: Any) -> bool:
     return all(bool(np.all(np.isfinite(leaf))) for leaf in floats)
 
 
-def _stack(split: SplitModel, silos: Silos) -> Stack:
-    return Stack(silos.names, tuple(stack(silos, split.spec, split.partition.axes)), shared_arrays(silos))
+def _check_store(method: Method, silos: Silos | SiloStore, schedule: Any, engine: Any) -> None:
+    """A store goes with a method without silo states, a schedule of cohorts, and an engine that reads."""
+    if not isinstance(silos, SiloStore):
+        if isinstance(engine, Streamed):
+            raise TypeError("nf.engines.Streamed reads from an nf.SiloStore, got nf.Silos: leave engine= out")
+        return
+    if not method.stateless:
+        raise TypeError(
+            f"silos of nf.{type(method).__name__} keep a state between rounds, so it needs an nf.Silos, got an "
+            "nf.SiloStore: use nf.FedPA, nf.FedAvg or nf.SEP, or hold the data in memory, nf.Silos({name: arguments})"
+        )
+    if not isinstance(engine, Streamed):
+        raise TypeError(
+            f"nf.engines.{type(engine).__name__} needs all data in memory, got an nf.SiloStore: leave engine= out, or "
+            "pass engine=nf.engines.Streamed()"
+        )
+    everyone = isinstance(schedule, schedules.Synchronous) and silos.num_silos > MOST_AT_ONCE
+    if everyone or schedules.stale(schedule):
+        raise ValueError(
+            f"with {silos.num_silos} silos in a store, "
+            + ("all of them would be read each round" if everyone else "the server cannot hold what each received last")
+            + ": pass schedule=nf.schedules.sampled(100)"
+        )
+
+
+def _stack(split: SplitModel, silos: Silos, store: SiloStore | None) -> Stack:
+    axes = split.partition.axes
+    found = Stack(silos.names, tuple(stack(silos, split.spec, axes)), shared_arrays(silos))
+    if store is None:
+        return found
+    names: Any = store.names  # as a tuple, but for loops over it
+    return found._replace(names=names, source=Source(store, split.spec, axes))
 
 
 def _signature(silos: Silos) -> Any:
@@ -265,7 +314,7 @@ class _Runner:
         stacked: Stack,
         engine: Any,
         key: Any,
-        silos: Silos,
+        silos: Silos | SiloStore,
         began: float,
         bar: bool,
     ) -> None:
@@ -283,7 +332,7 @@ class _Runner:
 
     def _find_mode(self) -> Any:
         algorithm = self.prepared.mode
-        if algorithm is None:
+        if algorithm is None or self.stack.source is not None:  # a start is looked for among all silos
             return None
         key = jax.random.fold_in(self.key, digest("\0mode"))
         server, states = self.engine.start(algorithm, key, self.stack)
@@ -308,7 +357,18 @@ class _Runner:
 
     def _traffic(self, algorithm: FederatedAlgorithm, server: Any, states: tuple) -> Any:
         name = self.stack.buckets[0].names[0]
-        return traffic(algorithm, server, jax.tree.map(lambda leaf: leaf[0], states[0]), self.stack.data(name))
+        data = self.stack.data(name)
+        if self.stack.source is not None:
+            silo = jax.eval_shape(lambda: self._fresh(algorithm, self.key, server, name))
+        else:
+            silo = jax.tree.map(lambda leaf: leaf[0], states[0])
+        return traffic(algorithm, server, silo, data)
+
+    def _fresh(self, algorithm: FederatedAlgorithm, key: Any, server: Any, name: str) -> Any:
+        """The state with which a silo of a store begins each of its rounds."""
+        sent = sent_to(algorithm.broadcast(key, server), self.stack.names.index(name))
+        start_key = jax.random.fold_in(jax.random.fold_in(self.key, START), digest(name))
+        return algorithm.init_silo(start_key, sent, self.stack.data(name))
 
     def _record(self, info: dict, count: int, cohort: int, sent: Any, started: bool = False) -> None:
         rows = dict(info)
@@ -321,14 +381,22 @@ class _Runner:
         given = init_state.state if isinstance(init_state, Fit) else init_state
         if not isinstance(given, State):
             raise TypeError(f"init_state must be a fit.state or a Fit, got a {type(init_state).__name__}")
-        if set(given.names) != set(self.stack.names):
+        lazy = [isinstance(names, Names) for names in (given.names, self.stack.names)]
+        if any(lazy):
+            if given.names != self.stack.names:
+                kinds = ["an nf.SiloStore" if one else "an nf.Silos" for one in lazy]
+                raise ValueError(
+                    f"init_state has other silos: {len(given.names)} of {kinds[0]}, where {kinds[1]} has "
+                    f"{len(self.stack.names)}, or others' names"
+                )
+        elif set(given.names) != set(self.stack.names):
             gone = sorted(set(given.names) - set(self.stack.names))
             new = sorted(set(self.stack.names) - set(given.names))
             told = [f"missing now: {', '.join(gone)}"] * bool(gone) + [f"not in the state: {', '.join(new)}"] * bool(
                 new
             )
             raise ValueError(f"init_state has other silos: {'; '.join(told)}")
-        split, states = self.prepared.split, given.arranged(self.stack)
+        split, states = self.prepared.split, () if self.stack.source is not None else given.arranged(self.stack)
         if isinstance(init_state, Fit):  # a start, whatever the method and its settings
             found = init_state.method.found(init_state.split, given.server, states)
             fresh, silos = self.engine.start(self.prepared.algorithm, self.key, self.stack)
@@ -340,7 +408,9 @@ class _Runner:
                 f"init_state is of {given.method}, this is {type(self.method).__name__}: pass the Fit itself to start "
                 "from it" + (", or go on from fit.uncorrected.state" if given.method.endswith(CORRECTED) else "")
             )
-        order = [given.names.index(name) for name in self.stack.names]
+        order = list(range(len(given.names)))
+        if given.names != self.stack.names:
+            order = [given.names.index(name) for name in self.stack.names]
         given = given._replace(server=self.method.reordered(given.server, order))
         shapes = jax.eval_shape(lambda: self.engine.start(self.prepared.algorithm, self.key, self.stack))
         hint = "init_state was made with other settings or data; pass the Fit itself to start from it"
@@ -364,6 +434,8 @@ class _Runner:
         sent = self._traffic(algorithm, server, states)
         cohort_key = jax.random.fold_in(self.key, COHORTS)
         size = max(1, (16 if isinstance(self.engine, Loopback) else CHUNK) // self.method.steps_per_round)
+        if isinstance(self.engine, Streamed):
+            size = self.engine.chunk
         if self.method.stops:
             size = min(size, sweep)
         done = 0
@@ -403,7 +475,7 @@ class _Runner:
         if algorithm is None:
             return server
         cohorts = None
-        if isinstance(schedule, schedules.Sampled):
+        if isinstance(schedule, schedules.Sampled) or self.stack.source is not None:
             cohorts = schedule.cohorts(jax.random.fold_in(self.key, COHORTS), names, at, 1)
         key, asked = jax.random.fold_in(self.key, CLOSING), len(names) if cohorts is None else cohorts.shape[1]
         begin = self.method.opening(self.prepared, server, asked)
@@ -438,13 +510,14 @@ class _Runner:
         state = State(
             type(self.method).__name__,
             self.stack.names,
-            tuple(b.names for b in self.stack.buckets),
+            () if self.stack.source is not None else tuple(b.names for b in self.stack.buckets),
             server,
             states,
             last,
         )
         seconds = time.perf_counter() - self.began
-        padded = tuple({axis: mask.shape[-1] for axis, mask in bucket.mask.items()} for bucket in self.stack.buckets)
+        buckets = () if self.stack.source is not None else self.stack.buckets
+        padded = tuple({axis: mask.shape[-1] for axis, mask in bucket.mask.items()} for bucket in buckets)
         return Fit(self.method, self.prepared.split, state, history, seconds, padded, self.silos)
 
     def _column(self, name: str) -> np.ndarray:
@@ -465,8 +538,11 @@ class _Runner:
         names = self.stack.names if cohort is None else [self.stack.names[j] for j in np.asarray(cohort).tolist()]
         culprits = []
         for name in names:
-            b, position = self.stack.place(name)
-            state = jax.tree.map(lambda leaf, position=position: leaf[position], states[b])
+            if self.stack.source is not None:
+                state = self._fresh(algorithm, jax.random.fold_in(round_key, SERVER), server, name)
+            else:
+                b, position = self.stack.place(name)
+                state = jax.tree.map(lambda leaf, position=position: leaf[position], states[b])
             silo_key = jax.random.fold_in(round_key, digest(name))
             message, _ = algorithm.silo_step(
                 silo_key, sent_to(sent, self.stack.names.index(name)), state, self.stack.data(name)

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from numpyro_fed.engines.base import Stack
 from numpyro_fed.methods.factorised import Factorised
 from numpyro_fed.solvers import HMC, Importance, Solver, as_solver
 from numpyro_fed.split_model import SplitModel
@@ -48,6 +51,15 @@ class SEP(EP):
 
     The server holds the prior and the product of all factors, whatever the number of silos. The answer is that of EP
     where silos are alike, and close to it where they are not. Arguments as for :class:`EP`.
+
+    Models without local latents may be fitted to a :class:`~numpyro_fed.SiloStore`. How many observations its silos
+    have is not known beforehand: their shares are then equal.
     """
 
     tied = True
+    stateless = True
+
+    def _shares(self, split: SplitModel, stack: Stack) -> np.ndarray:
+        if stack.source is not None:
+            return np.full(len(stack.names), 1 / len(stack.names))
+        return super()._shares(split, stack)

@@ -1,0 +1,317 @@
+"""Very many silos: the store, lazy names and cohorts, and the engine that reads while the device works."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed import schedules
+from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
+from numpyro_fed.engines.base import Source, Stack
+from numpyro_fed.padding import gathered, shared_arrays, stack
+from numpyro_fed.split_model import split_model
+from numpyro_fed.store import Names, SiloStore
+
+MANY = 342_477
+KEY = jax.random.key(0)
+COHORTS = nf.schedules.fixed([["0", "3", "11"], ["7", "2", "5"], ["6", "8", "1"], ["9", "10", "4"]])  # everyone
+
+
+def regression(x, y=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, 1), obs=y)
+
+
+def with_local(x, y=None):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        z = numpyro.sample("z", dist.Normal(mu, 1))
+        numpyro.sample("y", dist.Normal(z, 1), obs=y)
+
+
+def read(i: int) -> dict:
+    """Silos of 1 to 6 rows."""
+    draws = np.random.default_rng(i)
+    x = draws.normal(size=(1 + i % 6, 2)).astype("f")
+    return {"x": x, "y": (x @ [1.0, -1.0] + draws.normal(size=len(x))).astype("f")}
+
+
+def in_memory(num: int) -> nf.Silos:
+    return nf.Silos([read(i) for i in range(num)])
+
+
+def sep() -> nf.SEP:
+    return nf.SEP(regression, family="diagonal", solver="identity", tolerance=0)
+
+
+def run(method, silos, num_rounds=5, **options):
+    return method.run(KEY, silos, num_rounds, progress_bar=False, **options)
+
+
+@pytest.fixture(scope="module")
+def store() -> SiloStore:
+    return SiloStore.from_function(read, 12)
+
+
+@pytest.fixture(scope="module")
+def fit(store):
+    return run(sep(), store, schedule=nf.schedules.sampled(3))
+
+
+# --- the store --------------------------------------------------------------------------------------------------------
+
+
+def pooled(order=range(4)):
+    parts = [read(i) for i in order]
+    labels = np.repeat([f"silo {i}" for i in order], [len(part["y"]) for part in parts])
+    return labels, {name: np.concatenate([part[name] for part in parts]) for name in ("x", "y")}
+
+
+def from_labels(tmp_path):
+    labels, arrays = pooled([2, 0, 3, 1])
+    return SiloStore.from_arrays(labels, **arrays)
+
+
+def from_mapped_offsets(tmp_path):
+    _, arrays = pooled()
+    mapped = {}
+    for name, array in arrays.items():
+        np.save(tmp_path / name, array)
+        mapped[name] = np.load(tmp_path / f"{name}.npy", mmap_mode="r")
+    return SiloStore.from_arrays(offsets=np.cumsum([0, 1, 2, 3, 4]), **mapped)
+
+
+def from_directory(tmp_path):
+    for i in range(4):
+        np.savez(tmp_path / f"silo {i}.npz", **read(i))
+    (tmp_path / "notes.txt").write_text("not a silo")
+    return SiloStore.from_directory(tmp_path)
+
+
+def from_function(tmp_path):
+    return SiloStore.from_function(read, 4, names=[f"silo {i}" for i in range(4)])
+
+
+@pytest.mark.parametrize("make", [from_labels, from_mapped_offsets, from_directory, from_function])
+def test_stores_hold_what_was_put_in(make, tmp_path):
+    store = make(tmp_path)
+    assert store.num_silos == len(store) == 4
+    for i in range(4):
+        name = str(i) if make is from_mapped_offsets else f"silo {i}"
+        assert store.name(store.names.index(name)) == name
+        for argument, value in read(i).items():
+            np.testing.assert_array_equal(store[name][argument], value)
+    assert isinstance(store.example(), nf.Silos)
+    assert set(store.example().names) == set(store.names)
+
+
+def test_pooled_arrays_are_not_copied():
+    _, arrays = pooled()
+    store = SiloStore.from_arrays(offsets=[0, 1, 3, 6, 10], **arrays)
+    assert np.shares_memory(store["2"]["x"], arrays["x"])
+
+
+def test_shared_arguments_and_numbers_go_to_every_silo(tmp_path):
+    store = SiloStore.from_arrays(["a", "b"], y=np.ones(2, "f"), num=3, shared={"knots": np.ones(5, "f")})
+    assert store["b"]["num"] == 3
+    assert store["a"]["knots"].shape == (5,)
+    np.savez(tmp_path / "a.npz", y=np.ones(2, "f"), num_groups=3)
+    assert SiloStore.from_directory(tmp_path)["a"]["num_groups"] == 3
+
+
+def broken(args_of):
+    """Silo 5, which the example leaves out, has other arguments."""
+    example = {0, 39}
+    store = SiloStore.from_function(lambda i: args_of(read(i)) if i == 5 else read(i), 40)
+    assert set(map(int, store.example(2).names)) == example
+    assert "5" not in store.example().names
+    return store
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    {
+        "names": (lambda a: {"x": a["x"]}, ("'5'", "x, y")),
+        "dtype": (lambda a: a | {"y": a["y"].astype("f8")}, ("'5'", "float64", "float32")),
+        "columns": (lambda a: a | {"x": a["x"][:, :1]}, ("'5'", "rows, 1", "rows, 2")),
+        "nan": (lambda a: a | {"y": a["y"] * np.nan}, ("'5'", "NaN")),
+        "no rows": (lambda a: jax.tree.map(lambda leaf: leaf[:0], a), ("'5'", "0 rows")),
+        "nothing": (lambda a: None, ("'5'", "NoneType")),
+        "an error of the user's": (lambda a: a["z"], ("'5'", "KeyError")),
+    }.values(),
+)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_bad_silo_is_named(change, words, prefetch):
+    store = broken(change)
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
+        run(sep(), store, 1, schedule=nf.schedules.fixed([["1", "5"]]), engine=nf.engines.Streamed(prefetch))
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert not readers()
+
+
+def test_rows_that_do_not_match_are_noticed(store):
+    split = split_model(regression, store.example())
+    with pytest.raises(ValueError, match=r"silo 'a': argument 'y' has 2 rows where others of axis 'rows' have 3"):
+        gathered([("a", {"x": np.ones((3, 2), "f"), "y": np.ones(2, "f")})], split.spec, split.partition.axes)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    {
+        "labels apart": (lambda: SiloStore.from_arrays(["a", "b", "a"], y=np.ones(3)), ("argsort",)),
+        "neither": (lambda: SiloStore.from_arrays(y=np.ones(3)), ("offsets=",)),
+        "offsets fall": (lambda: SiloStore.from_arrays(offsets=[0, 2, 2], y=np.ones(2)), ("rise", "2")),
+        "other rows": (lambda: SiloStore.from_arrays(["a", "b"], y=np.ones(3)), ("'y'", "3", "2", "shared=")),
+        "two of a name": (lambda: SiloStore.from_function(read, 2, names=["a", "a"]), ("'a'",)),
+        "half a silo": (lambda: SiloStore.from_function(read, 0.5), ("num_silos", "0.5")),
+        "prefetch": (lambda: nf.engines.Streamed(prefetch=-1), ("prefetch", "-1")),
+    }.values(),
+)
+def test_stores_say_what_they_need(make, words):
+    with pytest.raises((ValueError, TypeError)) as error:
+        make()
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_an_empty_directory(tmp_path):
+    with pytest.raises(ValueError, match=r"no \.npz files"):
+        SiloStore.from_directory(tmp_path)
+
+
+# --- names and cohorts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("labels", [None, np.array([7, 3, 11]), np.array(["york", "leeds", "hull"])], ids=str)
+def test_lazy_names_are_a_sequence(labels):
+    names = Names(3, labels)
+    listed = ["0", "1", "2"] if labels is None else [str(label) for label in labels]
+    assert list(names) == listed
+    assert [names.index(name) for name in listed] == [0, 1, 2]
+    assert all(name in names for name in listed)
+    assert not any(name in names for name in ("nobody", "00", "-1", "3.0", "99"))
+    assert names[-1] == listed[-1]
+    assert names[:2] == tuple(listed[:2])
+    assert names == Names(3, None if labels is None else labels.copy())
+    assert hash(names) == hash(Names(3, labels))
+    assert names != Names(4)
+    with pytest.raises(IndexError):
+        names[3]
+    with pytest.raises(ValueError, match="nobody"):
+        names.index("nobody")
+
+
+def test_cohorts_of_a_store_are_drawn_without_looking_at_every_silo():
+    names, schedule = Names(MANY), schedules.sampled(50)
+    cohorts = schedule.cohorts(KEY, names, 0, 200)
+    assert cohorts.shape == (200, 50)
+    assert all(len(set(row)) == 50 for row in cohorts.tolist())
+    assert cohorts.min() >= 0
+    assert cohorts.max() < MANY
+    np.testing.assert_array_equal(schedule.cohorts(KEY, names, 7, 2), cohorts[7:9])  # however the run is cut
+    assert not np.array_equal(schedule.cohorts(jax.random.key(1), names, 0, 1), cohorts[:1])
+    # 10,000 uniform draws: the mean's standard error is MANY / sqrt(12 * 10,000)
+    assert abs(cohorts.mean() - MANY / 2) < 4 * MANY / np.sqrt(12 * cohorts.size)
+
+
+def test_names_in_memory_draw_by_name_as_ever():
+    names = ("a", "b", "c", "d")
+    one, other = (schedules.sampled(2).cohorts(KEY, order, 0, 5) for order in (names, names[::-1]))
+    for row, turned in zip(one, other, strict=True):
+        assert {names[i] for i in row} == {names[::-1][i] for i in turned}
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+def toy() -> FederatedAlgorithm:
+    """A noisy mean: draws at the silo and at the server, something sent to each, and an order of messages."""
+    return FederatedAlgorithm(
+        init=lambda key: jax.random.normal(key, (2,)),
+        init_silo=lambda key, broadcast, data: jax.random.normal(key),
+        broadcast=lambda key, server: Broadcast(server, jnp.arange(12.0)),
+        silo_step=lambda key, broadcast, silo, data: (
+            {
+                "sum": jnp.sum(jnp.where(data.mask["rows"][:, None], data.args[0] - broadcast.common, 0.0), axis=0),
+                "own": broadcast.each + silo + jax.random.normal(key),
+            },
+            silo,
+        ),
+        aggregate=lambda messages, cohort: (
+            jnp.mean(messages["sum"], axis=0) * cohort.num_silos,
+            jnp.sum(messages["own"] * cohort.index),
+        ),
+        server_step=lambda key, server, found: (
+            0.5 * server + 0.01 * found[0] + jax.random.normal(key, (2,)),
+            {"loss": found[1], "server": server},
+        ),
+    )
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("everyone", [False, True])
+def test_streamed_equals_vmap_on_a_toy(store, prefetch, everyone):
+    silos = in_memory(12)
+    split = split_model(regression, store.example())
+    axes = split_model(regression, silos).partition.axes
+    full = Stack(silos.names, tuple(stack(silos, split.spec, axes)), shared_arrays(silos))
+    lazy = full._replace(names=store.names, buckets=(), source=Source(store, split.spec, split.partition.axes))
+    cohorts = None if everyone else COHORTS.cohorts(KEY, silos.names, 0, 5)
+    found = []
+    for engine, data in ((nf.engines.Vmap(), full), (nf.engines.Streamed(prefetch), lazy)):
+        algorithm = toy()
+        server, states = engine.start(algorithm, KEY, data)
+        server, _, info = engine.rounds(algorithm, KEY, data, server, states, 3, cohorts, 5)
+        found.append((server, info))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-4), *found)
+    assert not readers()
+
+
+@pytest.mark.parametrize("schedule", [COHORTS, "sequential"], ids=["fixed", "sequential"])
+def test_streamed_equals_vmap_on_a_method(store, schedule):
+    """Not its shares of observations, which a store does not know: so silos of one size."""
+    equal = lambda i: jax.tree.map(lambda leaf: leaf[:2], read(6 * i + 5))
+    streamed = run(sep(), SiloStore.from_function(equal, 12), 13, schedule=schedule)
+    vmapped = run(sep(), nf.Silos([equal(i) for i in range(12)]), 13, schedule=schedule)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), streamed.state.server, vmapped.state.server
+    )
+    for name in vmapped.history:
+        np.testing.assert_allclose(streamed.history[name], vmapped.history[name], rtol=1e-4, atol=1e-5)
+
+
+def test_cohorts_of_similar_sizes_share_a_program(store):
+    split = split_model(regression, store.example())
+    source = Source(store, split.spec, split.partition.axes)
+    lengths = {source.cohort([i])[2]["rows"].shape[1] for i in range(12)}
+    assert lengths == {1, 2, 4, 8}
+    identities, args, mask = source.cohort([4, 0])
+    assert identities.shape == (2,)
+    np.testing.assert_array_equal(mask["rows"].sum(axis=1), [5, 1])
+    np.testing.assert_array_equal(args[0][1], np.repeat(read(0)["x"], 8, axis=0))  # the last row, again and again
+
+
+def readers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("numpyro_fed-reader")]
+
+
+def test_an_interrupted_run_returns_what_it_has_and_leaves_no_thread(monkeypatch):
+    streamed = nf.engines.Streamed()
+    monkeypatch.setattr(nf.engines.Streamed, "chunk", 2)
+    waits = []
+
+    def interrupt(info):
+        waits.append(info)
+        if len(waits) > 2:
+            raise KeyboardInterrupt
+        return info
+
+    monkeypatch.setattr("numpyro_fed.engines.streamed.jax.block_until_ready", interrupt)
+    fit = run(sep(), SiloStore.from_function(read, 12), 10, schedule=COHORTS, engine=streamed)
+    assert 0 < fit.state.round < 10
+    assert not readers()
