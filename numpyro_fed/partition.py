@@ -23,6 +23,7 @@ from numpyro_fed.tracing import (
     SiteShape,
     Tracing,
     abstract,
+    changing_state,
     dependence,
     growth,
     trace_shapes,
@@ -316,6 +317,7 @@ def partition(
     reference = max(silos.names, key=lambda name: sum(by_silo[name] for by_silo in sizes.values()))
     base = traces[reference]
     _check_names(base, local, shared)
+    _check_state(model, silos[reference], base)
     _check_sites(base)
     own = {path for path, _ in leaves(silos.own(reference))}
     depends = dependence(model, silos[reference], own, base.sites)
@@ -386,13 +388,19 @@ def _check_names(base: Tracing, local: tuple[str, ...], shared: tuple[str, ...])
         raise PartitionError(f"{sorted(both)[0]!r} is in local= and in shared=: keep one of them")
 
 
+def _check_state(model: Model, kwargs: Mapping[str, Any], base: Tracing) -> None:
+    changing = changing_state(model, kwargs) if base.state else ()
+    if changing:
+        raise PartitionError(
+            f"site {changing[0]!r} is mutable state that every call changes (a network's batch statistics, a dropout "
+            "layer's counter): silos cannot change it together, and each would have another model. Take nnx.LayerNorm "
+            "or nnx.GroupNorm in place of nnx.BatchNorm, and leave dropout out; or call module.eval() on a flax nnx "
+            "module before the model uses it, which keeps batch statistics as they are and switches dropout off."
+        )
+
+
 def _check_sites(base: Tracing) -> None:
     for name, site in base.sites.items():
-        if site.kind == "mutable":
-            raise PartitionError(
-                f"site {name!r} is mutable state (a flax module with batch statistics?): a silo's state cannot be "
-                "shared. Use a module without mutable state."
-            )
         if site.kind == "latent" and site.discrete and not site.support:
             raise PartitionError(
                 f"latent site {name!r} is discrete ({site.distribution}), and its values cannot be listed: there are "

@@ -34,7 +34,7 @@ from numpyro_fed.enumeration import Enumeration, resized
 from numpyro_fed.padding import CallSpec, SiloData, call_spec, round_up, shared_arrays, silo_data, stack
 from numpyro_fed.partition import Axis, Partition, PartitionError, Site, partition
 from numpyro_fed.silos import Silos
-from numpyro_fed.tracing import UNOPTIMISED, Model, digest, label, traced
+from numpyro_fed.tracing import UNOPTIMISED, Model, digest, init_to_zero, label, traced
 
 Array = Any
 
@@ -414,7 +414,7 @@ def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array
     limits: dict[str, Any] = {}
     if params:
         with validation_enabled(False):  # the dummy's zeros need not be valid data
-            trace = traced(model, spec.kwargs(spec.dummy()._replace(shared=shared)))
+            trace = traced(model, spec.kwargs(spec.dummy()._replace(shared=shared)), start=init_to_zero)
         for name in params:
             values[name] = trace[name]["value"]
             limits[name] = trace[name]["kwargs"].get("constraint", constraints.real)
@@ -494,12 +494,13 @@ def certify(split: SplitModel, silos: Silos, max_silos: int = 4, seed: int = 0) 
     axes = split.partition.axes
     names = _chosen(silos, axes, max_silos, seed)
     longest = {axis.name: (round_up if axis.free else int)(max(axis.lengths.values())) for axis in axes}
+    both = jax.jit(partial(_both, split), compiler_options=UNOPTIMISED)  # one program for silos of the same shapes
     for name in names:
         own = {axis.name: axis.lengths[name] for axis in axes}
         plain = silo_data(silos, name, split.spec, axes)
         # twice the rows at most: what a bucket may pad to
         padded = silo_data(silos, name, split.spec, axes, {a: min(longest[a], 2 * own[a]) for a in own})
-        ours, theirs, size = _compiled_once(partial(_both, split), *_point(split, seed, plain, padded), plain, padded)
+        ours, theirs, size = both(*_point(split, seed, plain, padded), plain, padded)
         tolerance = (1e-9 if jnp.asarray(ours).dtype == jnp.float64 else 2e-5) * (1 + float(size))
         if np.isfinite(theirs) and np.isfinite(ours) and abs(float(ours - theirs)) <= tolerance:
             continue

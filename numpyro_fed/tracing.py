@@ -36,7 +36,7 @@ class PartitionError(ValueError):
 class SiteShape(NamedTuple):
     """A site of the model as traced on shapes. Plates are (name, dim, size), dim counted from the right."""
 
-    kind: str  # latent, observed, factor, deterministic, param, mutable
+    kind: str  # latent, observed, factor, deterministic, param
     value: Shape
     log_prob: Shape | None
     batch: Shape
@@ -50,6 +50,7 @@ class SiteShape(NamedTuple):
 class Tracing(NamedTuple):
     sites: dict[str, SiteShape]
     plates: dict[str, int]
+    state: tuple[str, ...] = ()  # names of mutable sites
 
 
 def abstract(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,13 +78,23 @@ def split_static(kwargs: Mapping[str, Any]) -> tuple[list[Any], Callable[[list[A
     return [flat[i] for i in where], merge
 
 
-def traced(model: Model, kwargs: Mapping[str, Any], substitute: Any = None, key: Any = None) -> dict[str, dict]:
-    """One run of the model: its trace, latents set by ``substitute`` or uniformly on (-2, 2) unconstrained."""
+def traced(
+    model: Model, kwargs: Mapping[str, Any], substitute: Any = None, key: Any = None, start: Any = init_to_uniform
+) -> dict[str, dict]:
+    """One run of the model: its trace, latents set by ``substitute`` or by ``start``, a NumPyro init strategy."""
     key = jax.random.PRNGKey(0) if key is None else key
-    seeded = handlers.substitute(handlers.seed(model, key), substitute_fn=init_to_uniform)
+    seeded = handlers.substitute(handlers.seed(model, key), substitute_fn=start)
     if substitute is not None:
         seeded = handlers.substitute(seeded, data=substitute)
     return handlers.trace(seeded).get_trace(**kwargs)
+
+
+def init_to_zero(site: dict) -> Any:
+    """An init strategy: zero in unconstrained space. No numbers are drawn, which would be compiled shape by shape."""
+    if site["type"] != "sample" or site["is_observed"] or site["fn"].support.is_discrete:
+        return None
+    transform = biject_to(site["fn"].support)
+    return transform(jnp.asarray(np.zeros(transform.inverse_shape(site["fn"].shape()), jnp.zeros(()).dtype)))
 
 
 def trace_shapes(model: Model, kwargs: Mapping[str, Any]) -> Tracing:
@@ -91,6 +102,7 @@ def trace_shapes(model: Model, kwargs: Mapping[str, Any]) -> Tracing:
     arrays, merge = split_static(abstract(kwargs))
     sites: dict[str, SiteShape] = {}
     plates: dict[str, int] = {}
+    state: list[str] = []
 
     def run(arrays: list[Any]) -> int:
         for name, site in traced(model, merge(arrays)).items():
@@ -102,21 +114,26 @@ def trace_shapes(model: Model, kwargs: Mapping[str, Any]) -> Tracing:
                         "silos by the method's batch_size="
                     )
                 plates[name] = size
-            elif site["type"] in ("sample", "deterministic", "param", "mutable"):
+            elif site["type"] == "mutable":
+                state.append(name)
+            elif site["type"] in ("sample", "deterministic", "param"):
                 sites[name] = _site_shape(name, site)
                 for plate, _, size in sites[name].plates:  # a plate inside a scan has no site of its own
                     plates.setdefault(plate, size)
         return 0
 
     jax.eval_shape(run, arrays)
-    return Tracing(sites, plates)
+    return Tracing(sites, plates, tuple(state))
 
 
 def _site_shape(name: str, site: dict) -> SiteShape:
     kind, value = site["type"], site["value"]
     plates = tuple((frame.name, frame.dim, frame.size) for frame in site.get("cond_indep_stack", ()))
     if kind != "sample":
-        shape = jnp.shape(value) if kind == "deterministic" or isinstance(value, jax.Array) else ()
+        parts = jax.tree.leaves(value)
+        single = kind == "deterministic" or (len(parts) == 1 and parts[0] is value)
+        # a network's parameters are a pytree: shown as the vector that they would be
+        shape = jnp.shape(value) if single else (sum(jnp.size(part) for part in parts),)
         return SiteShape(kind, shape, None, (), None, plates, False, "")
     fn = site["fn"]
     kind = "latent" if not site["is_observed"] else "factor" if isinstance(unwrapped(fn), Unit) else "observed"
@@ -260,6 +277,35 @@ def check_signature(model: Model, kwargs: Mapping[str, Any]) -> None:
         raise PartitionError(
             f"the model takes ({', '.join(signature.parameters)}), the silos give ({', '.join(kwargs)}): {error}"
         ) from None
+
+
+def changing_state(model: Model, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The mutable sites that a run of the model changes: a network's batch statistics, a dropout layer's counter.
+
+    State that a run only reads (that of a flax module after ``module.eval()``) is a constant of the model.
+    """
+    arrays, merge = split_static(abstract(kwargs))
+
+    def states(arrays: list[Any], given: dict[str, Any]) -> dict[str, Any]:
+        trace = traced(model, merge(arrays), substitute=given or None)
+        return {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
+
+    before = jax.eval_shape(lambda arrays: states(arrays, {}), arrays)
+    jaxpr = jax.make_jaxpr(states)(arrays, before).jaxpr
+    same = {}  # NumPyro stops gradients of what a module returns as its state
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "stop_gradient":
+            same[equation.outvars[0]] = equation.invars[0]
+    owners = [path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(before)[0]]
+    given, returned = jaxpr.invars[len(jaxpr.invars) - len(owners) :], jaxpr.outvars
+    if len(given) != len(returned):
+        return tuple(before)
+    changed = [
+        owner
+        for owner, old, new in zip(owners, given, returned, strict=True)
+        if new is not old and same.get(new) is not old
+    ]
+    return tuple(dict.fromkeys(changed))
 
 
 class Dependence(NamedTuple):

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from flax import nnx
 from numpyro import handlers
 from numpyro.contrib.control_flow import scan
+from numpyro.contrib.module import nnx_module, random_nnx_module
 from numpyro.distributions import constraints, transforms
 from numpyro.infer.reparam import LocScaleReparam
 
@@ -670,6 +672,41 @@ def dice_summed(y):
     numpyro.sample("y", dist.MixtureSameFamily(dist.Categorical(jnp.ones(3) / 3), values), obs=y)
 
 
+class Network(nnx.Module):
+    """Two inputs, two hidden units, one output."""
+
+    def __init__(self, seed=0):
+        self.hidden = nnx.Linear(2, 2, rngs=nnx.Rngs(seed))
+        self.out = nnx.Linear(2, 1, rngs=nnx.Rngs(seed + 1))
+
+    def __call__(self, x):
+        return self.out(jnp.tanh(self.hidden(x)))[:, 0]
+
+
+NETWORK = Network()  # made outside of the model
+
+
+def random_network(x, y):
+    network = random_nnx_module("net", NETWORK, prior=dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=network(x)), obs=y)
+
+
+def learned_network(x, y):
+    network = nnx_module("net", Network())  # made inside of the model
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+    with numpyro.plate("rows", x.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, sigma))
+        numpyro.sample("y", dist.Normal(network(x) + b, 1.0), obs=y)
+
+
+def last_layer(x, y):
+    prior = {"out.kernel": dist.Laplace(0, 1), "out.bias": dist.Normal(0, 1)}  # the hidden layer is learned
+    network = random_nnx_module("net", NETWORK, prior=prior)
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(network(x), 1.0), obs=y)
+
+
 MODELS: dict[str, Case] = {
     "glmm": Case(
         glmm,
@@ -1000,5 +1037,21 @@ MODELS: dict[str, Case] = {
         params=("scale",),
         silo_plates=("rows",),
         pooled_model=dice_summed,
+    ),
+    "random network": Case(
+        random_network,
+        lambda: Silos([dict(x=normal(j, n, 2), y=binary(j, n)) for j, n in enumerate((3, 5))]),
+        ("net/hidden.bias", "net/hidden.kernel", "net/out.bias", "net/out.kernel"),
+        silo_plates=("rows",),
+    ),
+    "learned network": Case(
+        learned_network, regression(2, 4), ("sigma",), ("b",), params=("net$params",), silo_plates=("rows",)
+    ),
+    "last layer": Case(
+        last_layer,
+        regression(3, 5),
+        ("net/out.bias", "net/out.kernel"),
+        params=("net$params",),
+        silo_plates=("rows",),
     ),
 }

@@ -346,7 +346,8 @@ def twice(y):
 
 
 def stateful(y):
-    mutable("batch_stats", {"mean": jnp.zeros(2)})
+    state = mutable("batch_stats", {"mean": jnp.zeros(2)})
+    state["mean"] = state["mean"] + 1
     plain(y)
 
 

@@ -53,7 +53,7 @@ def random_point(split: SplitModel, data: dict[str, SiloData], seed: int = 0) ->
     noise = lambda shape: real(0.5 * draws.normal(size=shape))
     return Point(
         noise(split.dim),
-        {name: start + noise(jnp.shape(start)) for name, start in split.theta.items()},
+        jax.tree.map(lambda start: start + noise(jnp.shape(start)), split.theta),
         {
             name: {group.name: noise((group.num_rows(one.mask), group.size)) for group in split.groups}
             for name, one in data.items()
