@@ -66,7 +66,7 @@ def evaluate(
         data: the model's arguments, observations included. Shared arguments are filled in. May be left out with
             ``silo``: its own data.
         rng_key: by default ``jax.random.key(0)``. The draws are those of ``fit.sample(rng_key, num_samples)``.
-        num_samples: S.
+        num_samples: S, the number of draws.
         site: the observed site, where several have classes.
         silo: whose units they are; a new silo's when not given.
 

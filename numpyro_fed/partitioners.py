@@ -31,7 +31,7 @@ def homogeneous(num_rows: int, num_silos: int, seed: int = 0) -> np.ndarray:
 
     Args:
         num_rows: n, the number of rows.
-        num_silos: J.
+        num_silos: J, the number of silos.
         seed: an int; the same seed gives the same silos.
 
     Returns:
@@ -57,7 +57,7 @@ def by_label(y: Any, num_silos: int, concentration: float = 0.3, min_rows: int =
 
     Args:
         y: the label of each row, (n,), numbers or strings.
-        num_silos: J.
+        num_silos: J, the number of silos.
         concentration: :math:`\alpha`.
         min_rows: the rows that every silo has at least.
         seed: an int; the same seed gives the same silos.
@@ -96,7 +96,7 @@ def by_quantity(
 
     Args:
         num_rows: n, the number of rows.
-        num_silos: J.
+        num_silos: J, the number of silos.
         concentration: :math:`\alpha`. Large: equal sizes.
         min_rows: the rows that every silo has at least.
         seed: an int; the same seed gives the same silos.
@@ -137,7 +137,7 @@ def inhomogeneous(y: Any, num_silos: int, kappa: float, beta: float, seed: int =
 
     Args:
         y: the label of each row, (n,), 0 or 1.
-        num_silos: J, even.
+        num_silos: J, an even number.
         kappa: the large silos' share of the positives, 0 to 1.
         beta: the large silos' share of the rows, at least 0.5 and less than 1.
         seed: an int; the same seed gives the same silos.
