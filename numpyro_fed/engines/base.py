@@ -45,9 +45,11 @@ class Stack(NamedTuple):
     source: Source | None = None
 
     @property
-    def held(self) -> tuple[str, ...]:
-        """The silos whose data are in the buckets: everyone, or the example of a store."""
-        return tuple(name for bucket in self.buckets for name in bucket.names)
+    def example(self) -> "Stack":
+        """The silos whose data are in the buckets: everyone, or a few of a store."""
+        if self.source is None:
+            return self
+        return Stack(tuple(name for bucket in self.buckets for name in bucket.names), self.buckets, self.shared)
 
     def place(self, name: str) -> tuple[int, int]:
         """Bucket and position of a silo."""

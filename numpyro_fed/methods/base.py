@@ -152,7 +152,7 @@ class Method:
         """The method prepared for these silos (from memory, if it has met such shapes before), and their data.
 
         For a store it is prepared on an example: ``stack.names`` are those of all silos, without a loop over them,
-        ``stack.held`` and the lengths of the partition's axes are the example's.
+        ``stack.example`` and the lengths of the partition's axes are those of a few.
         """
         store = silos if isinstance(silos, SiloStore) else None
         silos = silos.example() if isinstance(silos, SiloStore) else silos
