@@ -1,11 +1,12 @@
 """Federated Bayesian inference on NumPyro."""
 
-from numpyro_fed import datasets, engines, guides, schedules, solvers
+from numpyro_fed import datasets, engines, guides, partitioners, schedules, solvers
 from numpyro_fed.compare import Comparison, compare
 from numpyro_fed.correct import Correction
+from numpyro_fed.evaluate import evaluate
 from numpyro_fed.fit import Fit
 from numpyro_fed.influence import Conflict, Influence
-from numpyro_fed.methods import EP, PVI, SEP, SFVI, Fits, Independent, NonFiniteError, SFVIAvg
+from numpyro_fed.methods import EP, PVI, SEP, SFVI, FedAvg, FedPA, Fits, Independent, NonFiniteError, SFVIAvg
 from numpyro_fed.partition import Partition, partition
 from numpyro_fed.reference import Reference, nuts
 from numpyro_fed.silos import Silos, split
@@ -20,6 +21,8 @@ __all__ = [
     "Comparison",
     "Conflict",
     "Correction",
+    "FedAvg",
+    "FedPA",
     "Fit",
     "Fits",
     "Independent",
@@ -33,10 +36,12 @@ __all__ = [
     "compare",
     "datasets",
     "engines",
+    "evaluate",
     "guides",
     "load",
     "nuts",
     "partition",
+    "partitioners",
     "schedules",
     "solvers",
     "split",

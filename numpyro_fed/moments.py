@@ -13,10 +13,11 @@ appendix C): each draw changes :math:`\tilde\Sigma = \hat\Sigma / \varrho` by a 
 Sherman-Morrison formula keeps :math:`\Delta` up to date, draw by draw: :math:`O(\ell d)` for each, and
 :math:`O(\ell d)` memory. :func:`delta` runs them as a scan; :func:`direct` solves the same equations with the matrix.
 
-Every estimator here has the form :math:`a (I + c S)`, a :class:`Shrinkage`. The paper's rho gives
-:math:`a = \varrho`, :math:`c = (\ell - 1) \rho`. :func:`oas` and :func:`rblw` (Chen et al. 2010) choose
-:math:`s \nu I + (1 - s) S` from the draws, with :math:`\nu = \mathrm{tr}(S) / d`: unlike the paper's, such an estimator
-has a scale of its own.
+Every estimator here has the form :math:`a T (I + c\, T^{-1} S T^{-1}) T` with a diagonal T, a :class:`Shrinkage`. The
+paper's rho gives :math:`T = I`, :math:`a = \varrho`, :math:`c = (\ell - 1) \rho`: it shrinks towards the identity, and
+so has a unit. :func:`oas` and :func:`rblw` (Chen et al. 2010) choose how much from the draws; then T holds the draws'
+standard deviations, themselves shrunk towards their mean as far as they are noise (Opgen-Rhein and Strimmer 2007), and
+what is shrunk is the matrix of correlations.
 
 >>> import jax, jax.numpy as jnp
 >>> draws, theta = jax.random.normal(jax.random.key(0), (20, 3)), jnp.ones(3)
@@ -38,10 +39,11 @@ LEAST = 1e-30
 
 
 class Shrinkage(NamedTuple):
-    """The covariance a (I + c S)."""
+    """The covariance a T (I + c S~) T, with S~ the covariance of T^{-1} x."""
 
     a: Array
     c: Array
+    scale: Array  # the diagonal of T, (d,) or ()
 
 
 def oas(trace: Array, trace_of_square: Array, num: int, d: int) -> Array:
@@ -83,17 +85,28 @@ def shrinkage(draws: Array, rho: Any) -> Shrinkage:
 
     @double
     def chosen(draws: Array) -> Shrinkage:
+        one = jnp.ones(())
         if not isinstance(rho, str) and math.isfinite(rho):
-            return Shrinkage(jnp.asarray(1 / (1 + (num - 1) * rho)), jnp.asarray((num - 1.0) * rho))
+            return Shrinkage(one / (1 + (num - 1) * rho), one * (num - 1) * rho, one)
         away = draws - jnp.mean(draws, axis=0)
-        gram = away @ away.T / (num - 1)  # (l, l), with the eigenvalues of S
+        scale = jnp.sqrt(_variances(jnp.sum(away**2, axis=0) / (num - 1), num - 1))
+        away = away / scale
+        gram = away @ away.T / (num - 1)  # (l, l), with the eigenvalues of S~
         trace = jnp.trace(gram)
         nu = jnp.maximum(trace / d, LEAST)
-        share = CHOSEN[rho](trace, jnp.sum(gram**2), num - 1, d) if isinstance(rho, str) else jnp.zeros(())
+        share = CHOSEN[rho](trace, jnp.sum(gram**2), num - 1, d) if isinstance(rho, str) else 0 * one
         share = jnp.clip(share, NEARLY_NONE, 1.0)
-        return Shrinkage(share * nu, (1 - share) / (share * nu))
+        return Shrinkage(share * nu, (1 - share) / (share * nu), scale)
 
     return chosen(draws)
+
+
+def _variances(found: Array, num: int) -> Array:
+    """Shrunk towards their mean by the share of their spread that is the noise of ``num`` degrees of freedom."""
+    mean = jnp.mean(found)
+    noise = jnp.sum(2 * found**2 / (num + 2))
+    share = jnp.clip(noise / jnp.maximum(jnp.sum((found - mean) ** 2), LEAST), 0.0, 1.0)
+    return jnp.maximum(share * mean + (1 - share) * found, 1e-12 * mean + LEAST)
 
 
 # --- the dynamic programme ------------------------------------------------------------------------------------------
@@ -152,8 +165,9 @@ def delta_of(now: Programme, rho: Any) -> Array:
 def _scanned(theta: Array, draws: Array, shrunk: Shrinkage) -> Array:
     num = draws.shape[0]
     rho = shrunk.c / (num - 1)
-    now, _ = jax.lax.scan(lambda now, draw: (add(now, draw, rho), None), start(theta, num), draws)
-    return now.delta / shrunk.a
+    step = lambda now, draw: (add(now, draw, rho), None)
+    now, _ = jax.lax.scan(step, start(theta / shrunk.scale, num), draws / shrunk.scale)
+    return now.delta / (shrunk.a * shrunk.scale)
 
 
 def delta(theta: Array, draws: Array, rho: Any, shrunk: Shrinkage | None = None) -> Array:
@@ -174,41 +188,88 @@ def direct(theta: Array, draws: Array, rho: Any) -> Array:
 
     @double
     def solved(theta: Array, draws: Array, shrunk: Shrinkage) -> Array:
-        covariance = jnp.atleast_2d(jnp.cov(draws.T))
-        sigma = shrunk.a * (jnp.eye(theta.shape[0]) + shrunk.c * covariance)
+        covariance = jnp.cov(draws.T).reshape(theta.shape[0], theta.shape[0])
+        sigma = shrunk.a * (jnp.diag(shrunk.scale**2 * jnp.ones(theta.shape)) + shrunk.c * covariance)
         return jnp.linalg.solve(sigma, theta - jnp.mean(draws, axis=0))
 
     return solved(theta, draws, shrunk)
+
+
+# --- with gradients -------------------------------------------------------------------------------------------------
+
+
+@double
+def corrected(delta: Array, draws: Array, gradients: Array, shrunk: Shrinkage) -> Array:
+    r"""Delta without most of its Monte Carlo error, from the gradients g of minus the log density at the draws.
+
+    By Stein's identity :math:`E g = 0` and :math:`E g (x - \mu)^\top = I`, so with C the draws' covariance of g and x,
+    and s the share of the diagonal in the shrunk covariance,
+
+    .. math:: \Delta' = [(1 - s) C + s I] \Delta + \bar g
+
+    has the same limit. Where the density is normal and nothing is shrunk, it is the gradient at :math:`\theta`,
+    exactly, whatever the draws are. :math:`O(\ell d)`.
+    """
+    kept = shrunk.a * shrunk.c
+    away = draws - jnp.mean(draws, axis=0)
+    mean = jnp.mean(gradients, axis=0)
+    along = (gradients - mean).T @ (away @ delta) / (draws.shape[0] - 1)
+    return kept * along + (1 - kept) * delta + mean
 
 
 # --- the precision --------------------------------------------------------------------------------------------------
 
 
 class Precision(NamedTuple):
-    """The inverse covariance (I - W'W) / a, with W (at most l, d)."""
+    """The inverse covariance diag(e) + Q' diag(q) Q, with r = min(l, d) directions."""
 
-    a: Array
-    factor: Array
+    diagonal: Array  # e, (d,); 0 with more draws than dimensions
+    weights: Array  # q, (r,); negative, but with more draws than dimensions positive
+    directions: Array  # Q, (r, d)
 
 
 @double
-def precision(draws: Array, shrunk: Shrinkage) -> Precision:
-    """Of a (I + c S), by Woodbury's identity: W'W = X' (I + X X')^{-1} X with X'X = c S."""
+def precision(draws: Array, shrunk: Shrinkage, gradients: Array | None = None) -> Precision:
+    """Of a shrunk covariance, without differences of large numbers: by the eigenvectors of S~.
+
+    With ``gradients`` at more draws than dimensions, :func:`corrected` as Delta is.
+    """
     num, d = draws.shape
-    x = jnp.sqrt(shrunk.c / (num - 1)) * (draws - jnp.mean(draws, axis=0))
+    if gradients is not None and num > d:
+        return _corrected_precision(draws, shrunk, gradients)
+    x = (draws - jnp.mean(draws, axis=0)) / shrunk.scale * jnp.sqrt(shrunk.c / (num - 1))
+    ones = jnp.ones(d)
     if num <= d:
-        root = jnp.linalg.cholesky(jnp.eye(num) + x @ x.T)
-        return Precision(shrunk.a, jax.scipy.linalg.solve_triangular(root, x, lower=True))
+        values, vectors = jnp.linalg.eigh(x @ x.T)
+        values = jnp.maximum(values, 0.0)
+        directions = vectors.T @ x / jnp.sqrt(jnp.maximum(values, LEAST))[:, None]
+        weights = -values / (1 + values) / shrunk.a
+        return Precision(ones / (shrunk.a * shrunk.scale**2), weights, directions / shrunk.scale)
     values, vectors = jnp.linalg.eigh(x.T @ x)
-    values = jnp.maximum(values, 0.0)
-    return Precision(shrunk.a, jnp.sqrt(values / (1 + values))[:, None] * vectors.T)
+    return Precision(0 * ones, 1 / (shrunk.a * (1 + jnp.maximum(values, 0.0))), vectors.T / shrunk.scale)
 
 
-@double
-def largest(draws: Array, shrunk: Shrinkage) -> Array:
-    """The largest eigenvalue of the precision."""
+def _corrected_precision(draws: Array, shrunk: Shrinkage, gradients: Array) -> Precision:
     num, d = draws.shape
-    if num <= d:  # some direction has no draws in it
-        return 1 / shrunk.a
-    values = jnp.linalg.eigvalsh(jnp.cov(draws.T).reshape(d, d))
-    return 1 / (shrunk.a * (1 + shrunk.c * jnp.maximum(values[0], 0.0)))
+    plain = precision(draws, shrunk)
+    inverse = plain.directions.T @ (plain.weights[:, None] * plain.directions)
+    kept = shrunk.a * shrunk.c
+    away = draws - jnp.mean(draws, axis=0)
+    slope = (gradients - jnp.mean(gradients, axis=0)).T @ away / (num - 1)
+    found = (kept * slope + (1 - kept) * jnp.eye(d)) @ inverse
+    values, vectors = jnp.linalg.eigh(0.5 * (found + found.T))
+    return Precision(jnp.zeros(d), jnp.maximum(values, 0.0), vectors.T)
+
+
+def largest(draws: Array, shrunk: Shrinkage, gradients: Array | None = None) -> Array:
+    """The precision's largest eigenvalue; with fewer draws than dimensions, a bound that is near."""
+    num, d = draws.shape
+    found = None if num <= d else precision(draws, shrunk, gradients)
+
+    @double
+    def value(shrunk: Shrinkage, found: Precision | None) -> Array:
+        if found is None:
+            return jnp.max(1 / (shrunk.a * shrunk.scale**2))
+        return jnp.linalg.eigvalsh(found.directions.T @ (found.weights[:, None] * found.directions))[-1]
+
+    return value(shrunk, found)

@@ -2,9 +2,11 @@
 
 from numpyro_fed.methods.base import NonFiniteError
 from numpyro_fed.methods.ep import EP, SEP
+from numpyro_fed.methods.fedavg import FedAvg
+from numpyro_fed.methods.fedpa import FedPA
 from numpyro_fed.methods.independent import Fits, Independent
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
 
-__all__ = ["EP", "PVI", "SEP", "SFVI", "Fits", "Independent", "NonFiniteError", "SFVIAvg"]
+__all__ = ["EP", "PVI", "SEP", "SFVI", "FedAvg", "FedPA", "Fits", "Independent", "NonFiniteError", "SFVIAvg"]

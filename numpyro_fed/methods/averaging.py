@@ -1,0 +1,406 @@
+r"""What federated and posterior averaging share: silos without a state, and work that is linear in d.
+
+The parameters are one flat vector :math:`w = (z_G, \theta)`. A silo starts at the server's w, takes steps on its own
+mean loss
+
+.. math:: f_k(w) = -\frac{1}{n_k} \log p(y_k \mid w)
+
+and answers with :math:`\Delta_k`, which has the sign of a gradient. The server steps against the mean of all answers,
+weighed by the numbers of observations :math:`n_k`.
+
+Losses are means, as in the papers, so that steps are of a size that does not depend on the amount of data; a silo's
+posterior in these units is :math:`\propto p(y_k \mid w)^{1 / n_k}`, whose covariance is :math:`n_k` times that of
+:math:`p(y_k \mid w)`.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from numpyro_fed import batches, start
+from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.bound import Weighting
+from numpyro_fed.engines.base import Stack
+from numpyro_fed.guides.traced import initial
+from numpyro_fed.methods.base import Method, Prepared
+from numpyro_fed.optim import check_optim, with_horizon
+from numpyro_fed.padding import SiloData
+from numpyro_fed.partition import PartitionError
+from numpyro_fed.solvers.linear import largest_curvature
+from numpyro_fed.split_model import SplitModel
+
+Array = Any
+NEAR_ZERO = 0.1  # sd of the location where nobody says where to begin
+FORGET = 0.9  # of the curvatures heard of, in a round
+STEP, SMALL_STEP = 1.0, 0.2  # over the largest curvature: with all of the silo's rows, with minibatches
+
+
+class Sent(NamedTuple):
+    """All that a silo receives."""
+
+    w: Array  # (d,)
+    averaging: Array  # bool: this round is one of federated averaging
+    total: Array  # observations in all silos, as far as they are known: the prior is shared out by them
+    curvature: Array  # the largest of any silo's loss, for steps of one size everywhere; 0 if it is not known yet
+
+
+class Message(NamedTuple):
+    """All that leaves a silo."""
+
+    delta: Array  # (d,)
+    value: Array  # - log p(y | w), from one minibatch where there are such
+    rows: Array  # its number of observations
+    curvature: Array  # the largest of its mean loss, or of its posterior's precision; 0 if nobody asks
+
+
+class Server(NamedTuple):
+    z: Array  # the unconstrained globals
+    theta: dict[str, Any]  # the model's params, unconstrained
+    opt_state: Any
+    round: Array
+    total: Array  # observations in all silos
+    heard: Array  # (2,): observations and messages so far; total is guessed from them where silos are not all known
+    curvature: Array  # (2,): the largest heard of, of losses and of precisions
+    posterior: Any = ()  # set after the last round
+
+
+class Flat(NamedTuple):
+    """The parameters as one vector, and the densities as functions of it."""
+
+    split: SplitModel
+    start: Array  # theta's
+    unravel: Any  # of theta
+
+    @property
+    def size(self) -> int:
+        return self.split.dim + self.start.shape[0]
+
+    def parts(self, w: Array) -> tuple[Array, dict[str, Any]]:
+        return w[: self.split.dim], self.unravel(w[self.split.dim :])
+
+    def joined(self, server: "Server") -> Array:
+        return jnp.concatenate([server.z, ravel_pytree(server.theta)[0].astype(server.z.dtype)])
+
+    def log_prior(self, w: Array) -> Array:
+        return self.split.log_prior(*self.parts(w))
+
+    def log_likelihood(self, axis: str | None, w: Array, data: SiloData, factor: Array | None = None) -> Array:
+        """Of a silo. Terms along ``axis`` count ``factor`` times: for the rows that are not in a minibatch, too."""
+        z, theta = self.parts(w)
+        total = jnp.zeros(())
+        for name, term in self.split.evaluate(z, {}, theta, data).terms.items():
+            along = axis is not None and any(axis == own for own, _ in self.split.partition[name].axes)
+            total = total + (factor * jnp.sum(term) if along else jnp.sum(term))
+        return total
+
+    def rows(self, mask: dict[str, Array]) -> Array:
+        """The silo's number of observations."""
+        part = self.split.partition
+        own = [site for site in part.sites if site.role in ("observed", "factor") and not site.at_server]
+        kinds = {tuple(sorted({axis for axis, _ in site.axes or site.value_axes})) for site in own}
+        counts = [jnp.prod(jnp.stack([jnp.sum(mask[axis], axis=-1) for axis in axes])) for axes in kinds if axes]
+        return sum((count.astype(jnp.zeros(()).dtype) for count in counts), jnp.zeros(())) if counts else jnp.ones(())
+
+
+def flat(split: SplitModel) -> Flat:
+    begin, unravel = ravel_pytree(split.theta)
+    return Flat(split, jnp.asarray(begin, jnp.zeros(()).dtype), unravel)
+
+
+class Walk(NamedTuple):
+    """Steps of a silo's optimiser: ``step(x, state, key) -> (x, state, loss before it)``."""
+
+    step: Any
+    state: Any
+    curvature: Array  # the largest of the silo's loss at the start, where steps depend on it
+
+
+@dataclass(frozen=True)
+class Averaging(Method):
+    """What FedAvg and FedPA share; the fields are described there."""
+
+    optim: Any = None
+    server_optim: Any = None
+    batch_size: int | None = None
+    local_steps: int | None = None
+    proximal: float = 0.0
+    prior: bool = True
+    init_loc_fn: Any = None
+    local: Any = None
+    shared: Any = None
+
+    stateless = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("optim", "server_optim"):
+            if getattr(self, name) is not None:
+                check_optim(getattr(self, name), name)
+        self._check_counts(batch_size=1, local_steps=1)
+        if not isinstance(self.proximal, int | float) or isinstance(self.proximal, bool) or not self.proximal >= 0:
+            raise ValueError(f"proximal must be a number of at least 0, got {self.proximal!r}")
+        if not isinstance(self.prior, bool):
+            raise TypeError(
+                f"prior is True (the target is the posterior) or False (the likelihood), got {self.prior!r}"
+            )
+        if self.init_loc_fn is not None and not callable(self.init_loc_fn):
+            raise TypeError(
+                f"init_loc_fn is a NumPyro initialisation strategy, got {self.init_loc_fn!r}: pass init_to_sample"
+            )
+
+    def _check_counts(self, **least: int) -> None:
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < smallest):
+                raise ValueError(f"{name} must be an int of at least {smallest}, got {value!r}")
+
+    # --- what the subclasses say ------------------------------------------------------------------------------------
+
+    burn_in_rounds: ClassVar[Any] = None  # rounds of federated averaging; None: all of them
+
+    def _steps(self, flat: Flat, most_rows: int) -> int:
+        """Of a silo in a round of federated averaging."""
+        raise NotImplementedError
+
+    def _posterior_delta(
+        self, notes: dict[str, Any], key: Array, w: Array, data: SiloData
+    ) -> tuple[Array, Array, Array]:
+        """Delta, loss and curvature of a round of posterior averaging."""
+        raise NotImplementedError
+
+    def _server_default(self) -> Any:
+        """The server's optimiser for rounds of posterior averaging."""
+        raise NotImplementedError
+
+    # --- what the base class asks for -------------------------------------------------------------------------------
+
+    def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
+        self._check_model(split)
+        batching = None
+        if self.batch_size is not None:
+            batching = batches.plan(split, stack, Weighting(1), self.batch_size, None)
+            batches.certify(split, stack, batching, None)
+        own = flat(split)
+        rows = np.concatenate([np.atleast_1d(jax.vmap(own.rows)(bucket.mask)) for bucket in stack.buckets])
+        num = len(stack.names)
+        once = lambda axis: jax.jit(partial(own.log_likelihood, axis), inline=True)  # traced once, used many times
+        notes = {
+            "flat": own,
+            "whole": once(None),
+            "part": None if batching is None else once(batching.axis),
+            "batching": batching,
+            "total": float(rows.mean() * num),
+            "known": len(rows) == num,  # else these are examples from a store
+            "most_rows": int(rows.max()),
+            "num_silos": num,
+        }
+        return Prepared(split, self.algorithm(notes), None, notes)
+
+    def _check_model(self, split: SplitModel) -> None:
+        name = type(self).__name__
+        if split.groups:
+            sites = ", ".join(repr(site.name) for group in split.groups for site in group.sites)
+            raise PartitionError(
+                f"nf.{name} averages global parameters, and this model has local latents ({sites}), of which every "
+                "silo has its own: use nf.SFVI, nf.EP, nf.PVI or nf.SEP, which take them"
+            )
+        if flat(split).size == 0:
+            raise PartitionError(
+                f"nf.{name} averages global parameters, and this model has none: each silo is a problem of its own "
+                "(nf.Independent)"
+            )
+
+    def algorithm(self, notes: dict[str, Any]) -> FederatedAlgorithm:
+        """The method as pure functions; see :mod:`numpyro_fed.algorithm`."""
+        own: Flat = notes["flat"]
+        optim = self._server_default() if self.server_optim is None else self.server_optim
+        steps = self._steps(own, notes["most_rows"])
+        always = self.burn_in_rounds is None
+
+        def init(key: Array) -> Server:
+            dtype = jnp.zeros(()).dtype
+            if self.init_loc_fn is None:
+                z = NEAR_ZERO * jax.random.normal(key, (own.split.dim,))
+            else:
+                z = initial(own.split, self.init_loc_fn, key)
+            w = jnp.concatenate([z.astype(dtype), own.start])
+            nothing = jnp.zeros(2, dtype)
+            total = jnp.asarray(notes["total"], dtype)
+            return Server(*own.parts(w), optim.init(w), jnp.zeros((), jnp.int32), total, nothing, nothing)
+
+        def averaging(server: Server) -> Array:
+            return jnp.ones((), bool) if always else server.round < self.burn_in_rounds
+
+        def broadcast(key: Array, server: Server) -> Broadcast:
+            return Broadcast(Sent(own.joined(server), averaging(server), server.total, server.curvature[0]))
+
+        def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Message, tuple]:
+            sent = broadcast.common
+            number = own.rows(data.mask)
+
+            def average(key: Array) -> tuple[Array, Array, Array]:
+                walk = self.walk(notes, key, sent.w, data, sent.total, sent.curvature)
+                delta, loss = self._averaged(walk, key, sent.w, steps)
+                return delta, loss, walk.curvature
+
+            def posterior(key: Array) -> tuple[Array, Array, Array]:
+                return self._posterior_delta(notes, key, sent.w, data)
+
+            delta, loss, curvature = average(key) if always else jax.lax.cond(sent.averaging, average, posterior, key)
+            return Message(delta, number * loss, number, curvature), silo
+
+        def aggregate(messages: Message, cohort: Cohort) -> Message:
+            share = messages.rows / jnp.sum(messages.rows)
+            mean = lambda leaf: jnp.tensordot(share, leaf, axes=1)
+            return Message(
+                mean(messages.delta),
+                jnp.sum(messages.value),
+                jnp.stack([jnp.sum(messages.rows), jnp.asarray(len(cohort.index), share.dtype)]),
+                jnp.stack([jnp.max(messages.curvature), mean(messages.curvature)]),
+            )
+
+        def server_step(key: Array, server: Server, found: Message) -> tuple[Server, dict]:
+            plain, w = averaging(server), own.joined(server)
+            rows, heard = found.rows[0], server.heard + found.rows
+            total = server.total if notes["known"] else notes["num_silos"] * heard[0] / heard[1]
+            prior, uphill = jax.value_and_grad(own.log_prior)(w)
+            gradient = found.delta
+            heard_of = jnp.where(jnp.array([plain, ~plain]), found.curvature, 0.0)
+            curvature = jnp.maximum(heard_of, jnp.where(heard_of > 0, FORGET, 1.0) * server.curvature)
+            if not always:
+                pull = -uphill / total if self.prior else jnp.zeros_like(uphill)
+                gradient = jnp.where(plain, gradient, gradient + pull)
+            if self.server_optim is not None:
+                moves, opt_state = optim.update(gradient, server.opt_state, w)
+                new = w + moves
+            elif always:
+                new, opt_state = w - gradient, server.opt_state
+            else:
+                steepest = curvature[1]
+                if self.prior:
+                    prior_gradient = lambda away: -jax.grad(own.log_prior)(w + away)
+                    steepest = steepest + largest_curvature(key, prior_gradient, w.shape) / total
+                moves, opt_state = optim.update(gradient / jnp.maximum(steepest, 1e-20), server.opt_state, w)
+                new = jnp.where(plain, w - gradient, w + moves)
+                opt_state = jax.tree.map(lambda now, old: jnp.where(plain, old, now), opt_state, server.opt_state)
+            info = {
+                "loss": total / rows * found.value - (prior if self.prior else 0.0),
+                "step": jnp.linalg.norm(new - w),
+            }
+            return Server(*own.parts(new), opt_state, server.round + 1, total, heard, curvature), info
+
+        return FederatedAlgorithm(init, lambda key, broadcast, data: (), broadcast, silo_step, aggregate, server_step)
+
+    # --- what a silo does -------------------------------------------------------------------------------------------
+
+    def walk(
+        self,
+        notes: dict[str, Any],
+        key: Array,
+        w: Array,
+        data: SiloData,
+        total: Array | None,
+        curvature: Array | None,
+        noise: bool = False,
+    ) -> Walk:
+        """Steps on the silo's mean loss, from w.
+
+        Args:
+            total: observations in all silos, where the silo's share of the prior belongs to its loss; None for the
+                likelihood alone.
+            curvature: the largest of any silo's loss, on which the default optimiser's steps depend: silos whose steps
+                differ would meet elsewhere. None for the silo's own.
+            noise: of the size that makes the walk's stationary distribution the silo's posterior (Langevin).
+        """
+        own, batching = notes["flat"], notes["batching"]
+        number = own.rows(data.mask)
+        share = 1 / total if self.prior and total is not None else None
+
+        def loss(x: Array, key: Array | None) -> tuple[Array, Array]:
+            if batching is None or key is None:
+                value = -notes["whole"](x, data) / number
+            else:
+                rows = jnp.sum(data.mask[batching.axis])
+                # with replacement: the noise of a minibatch is then that of independent observations in any silo
+                chosen = jax.random.randint(key, (batching.size,), 0, rows)
+                taken = batches.take_rows(own.split, batching, data, None, chosen, rows)
+                value = -notes["part"](x, taken.data, taken.batch.factor) / number
+            rest = 0.5 * self.proximal * jnp.sum((x - w) ** 2)
+            if share is not None:
+                rest = rest - share * own.log_prior(x)
+            return value + rest, value
+
+        optim, rate, steepest = self.optim, jnp.zeros(()), jnp.zeros(())
+        if optim is None:
+            gradient = lambda away: jax.grad(loss, has_aux=True)(w + away, None)[0]
+            steepest = largest_curvature(key, gradient, w.shape)
+            common = steepest if curvature is None else jnp.where(curvature > 0, curvature, steepest)
+            rate = (STEP if batching is None else SMALL_STEP) / common
+
+        def step(x: Array, state: Any, key: Array) -> tuple[Array, Any, Array]:
+            batch_key, noise_key = jax.random.split(key)
+            (_, value), gradient = jax.value_and_grad(loss, has_aux=True)(x, batch_key)
+            if optim is not None:
+                moves, state = optim.update(gradient, state, x)
+                return x + moves, state, value
+            x = x - rate * gradient
+            if noise:
+                x = x + jnp.sqrt(2 * rate / number) * jax.random.normal(noise_key, x.shape)
+            return x, state, value
+
+        return Walk(step, () if optim is None else optim.init(w), steepest)
+
+    def _averaged(self, walk: Walk, key: Array, w: Array, steps: int) -> tuple[Array, Array]:
+        """How far the silo went, and its loss at the beginning."""
+
+        def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
+            x, state, value = walk.step(*carry, key)
+            return (x, state), value
+
+        (x, _), values = jax.lax.scan(step, (w, walk.state), jax.random.split(key, steps))
+        return w - x, values[0]
+
+    # --- states -----------------------------------------------------------------------------------------------------
+
+    def with_rounds(self, server: Server, silos: tuple, num_rounds: int, share: float = 1.0) -> tuple[Server, tuple]:
+        rounds = max(1, num_rounds - (self.burn_in_rounds or 0))
+        return server._replace(opt_state=with_horizon(server.opt_state, rounds)), silos
+
+    def reordered(self, server: Server, order: list[int]) -> Server:
+        return server._replace(posterior=())  # a run that goes on looks for it anew
+
+    def adopt(self, split: SplitModel, server: Server, silos: tuple, found: start.Found) -> tuple[Server, tuple]:
+        like = lambda new, old: jnp.asarray(new, old.dtype)
+        theta = jax.tree.map(like, found.theta, server.theta) if found.theta else server.theta
+        return server._replace(z=like(found.loc, server.z), theta=theta), silos
+
+    def found(self, split: SplitModel, server: Server, silos: tuple) -> start.Found:
+        """A point as the start of another method."""
+        return start.Found(server.z, None, jnp.full(server.z.shape, NEAR_ZERO), server.theta, {}, ())
+
+    # --- what a fit asks for ----------------------------------------------------------------------------------------
+
+    def mode(self, split: SplitModel, server: Server) -> Array:
+        """The unconstrained globals at the server's point."""
+        return server.z
+
+    def theta(self, server: Server) -> dict[str, Any]:
+        return server.theta
+
+    def sample_global(self, split: SplitModel, server: Server, key: Array) -> Array:
+        """A point estimate has one value, whatever the key."""
+        return server.z
+
+    def sample_local(self, split: SplitModel, server: Server, silo: Any, *rest: Any) -> dict[str, Array]:
+        return {}
+
+    def point(self, split: SplitModel, server: Server, silo: Any, data: SiloData) -> tuple[Any, dict, dict]:
+        return server.z, {}, server.theta
+
+    def weighting(self, split: SplitModel, stack: Stack) -> None:
+        return None

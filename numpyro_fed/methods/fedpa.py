@@ -1,0 +1,394 @@
+r"""Federated posterior averaging (Al-Shedivat, Gillenwater, Xing and Rostamizadeh 2021).
+
+If every silo's posterior were normal, :math:`N(\mu_k, \Sigma_k)`, the mode of their product would solve
+
+.. math:: \sum_k n_k \Sigma_k^{-1} (w - \mu_k) = 0
+
+so a silo that samples its own posterior around the server's w and answers with
+:math:`\Delta_k = \hat\Sigma_k^{-1} (w - \hat\mu_k)` gives the server a gradient whose zero is that mode, however much
+the silos work between two rounds. Federated averaging takes the identity for :math:`\Sigma_k`, and stops elsewhere.
+Covariances are shrunk estimates from few samples (:mod:`numpyro_fed.moments`), and nothing is larger than samples
+times dimensions.
+
+Where we deviate. The paper has no prior: here the server adds its gradient, so that the target is the posterior's mode
+(in unconstrained space); ``prior=False`` gives the paper's. Samples of averaged stochastic gradients are rescaled to
+the units of mean losses: averages of K iterates with minibatches of B have the covariance of the posterior of K B
+observations (Mandt, Hoffman and Blei 2017). Where silos use all of their rows, gradients have no noise, and Langevin's
+is added. In the end one more round asks for the silos' precisions at the mode; their sum is a normal posterior.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from numpyro_fed import moments, start
+from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
+from numpyro_fed.engines.base import Stack
+from numpyro_fed.families import single
+from numpyro_fed.methods.averaging import Averaging, Flat, Sent, Server, flat
+from numpyro_fed.methods.base import Prepared
+from numpyro_fed.optim import falling
+from numpyro_fed.padding import SiloData
+from numpyro_fed.partition import PartitionError
+from numpyro_fed.samplers import SAMPLERS
+from numpyro_fed.split_model import SplitModel
+
+Array = Any
+FEW, MANY = 20, 100  # dimensions: up to which there are plenty of samples, and from which there are few
+PLENTY = 10  # samples for each dimension, so that a covariance needs no shrinking
+THINNING, WARMUP = 10, 200  # steps of Langevin dynamics: between two samples, and before the first
+ROUNDS = 100
+DENSE = 200  # dimensions up to which the posterior keeps every direction, else so many at most
+MOST_SAMPLED = 500  # dimensions in which a Hessian is still a good idea
+MOMENTUM = 0.9
+PROBES = 8
+
+
+class Posterior(NamedTuple):
+    """The normal around the mode, its covariance diag(sds^2) + F'F."""
+
+    sds: Array  # (d,)
+    factor: Array  # (r, d)
+
+
+class Drawn(NamedTuple):
+    draws: Array  # (l, d)
+    gradients: Array | None  # (l, d), of the mean loss, where all of the silo's rows are used
+    loss: Array  # the mean loss at the server's point
+
+
+class Precisions(NamedTuple):
+    """All that leaves a silo in the closing round: its precision diag(e) + Q' diag(q) Q, in units of mean losses."""
+
+    diagonal: Array  # (d,): e
+    weights: Array  # (r,): q
+    directions: Array  # (r, d): Q
+    rows: Array
+
+
+class Closing(NamedTuple):
+    server: Server
+    found: Precisions  # stacked
+
+
+@dataclass(frozen=True)
+class FedPA(Averaging):
+    r"""Posterior averaging: silos sample their own posteriors, the server finds the mode of the product.
+
+    Args:
+        model: an ordinary NumPyro model without local latents, called as ``model(**silos[name])``.
+        optim: the silos' optax optimiser, whose state is carried on within a visit. By default gradient steps of one
+            over the largest curvature of the silo's loss (a fifth of that with minibatches), found by power iteration.
+        server_optim: the server's optax optimiser; it is given the gradient of the mean loss. By default momentum with
+            steps of one over the largest curvature that silos report, falling on a cosine.
+        batch_size: rows of a silo that a step looks at, drawn with replacement. By default all of them, with Langevin's
+            noise.
+        local_steps: of the rounds of federated averaging at the beginning; by default 10, with minibatches as many as
+            the later rounds have.
+        proximal: FedProx's mu, in the rounds of federated averaging.
+        prior: with the prior of the model, which the server owns; False for the mode of the likelihood, as the paper.
+        init_loc_fn: a NumPyro initialisation strategy (``init_to_sample``) for the globals; by default near zero.
+        sampler: ``"iasg"`` (iterate-averaged stochastic gradients, the paper's Algorithm 4), ``"laplace"`` or
+            ``"nuts"`` (in up to 500 dimensions, where silos' likelihoods have a mode), or a function
+            (:mod:`numpyro_fed.samplers`).
+        num_samples: l; by default 100, in up to 20 dimensions at least ten times as many, above 100 dimensions 10.
+        rho: how sample covariances are shrunk: ``"oas"`` or ``"rblw"`` choose from the samples; a number is the paper's
+            :math:`\rho`, with :math:`\hat\Sigma = I / (1 + (\ell - 1) \rho) + \dots`, in units of mean losses (0 is the
+            identity); ``math.inf`` takes the sample covariance as it is, for more samples than dimensions, and is the
+            default with ten times as many. Else that is ``"oas"``.
+        steps_per_sample: K; by default an epoch of the largest silo, or 10 steps with Langevin's noise.
+        burn_in: steps before the first sample of a visit; by default an epoch, or 200.
+        burn_in_rounds: rounds of federated averaging at the beginning.
+        stein: with all of the rows, correct :math:`\Delta_k` by the gradients at the samples (Stein's identity), which
+            takes most of their noise away; False for the paper's.
+        posterior: whether a closing round looks for the posterior around the mode. Its message is l vectors.
+        local, shared: names of sites or plates, where the automatic partition is to be overridden.
+
+    Draws of the fit are those of a normal around the mode, whose precision is the prior's (above 200 dimensions: the
+    diagonal of it) and the sum of the silos' shrunk estimates: as good as their samples are. The model's params stay
+    at the mode.
+
+    Example:
+        >>> fit = nf.FedPA(model).run(jax.random.key(0), silos)  # doctest: +SKIP
+    """
+
+    sampler: Any = "iasg"
+    num_samples: int | None = None
+    rho: Any = None
+    steps_per_sample: int | None = None
+    burn_in: int | None = None
+    burn_in_rounds: int = 5
+    stein: bool = True
+    posterior: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rho is not None:
+            moments.check_rho(self.rho)
+        self._check_counts(num_samples=2, steps_per_sample=1, burn_in=0, burn_in_rounds=0)
+        if self.burn_in_rounds is None:
+            raise ValueError("burn_in_rounds must be an int of at least 0, got None")
+        if not callable(self.sampler) and self.sampler not in ("iasg", *SAMPLERS):
+            raise ValueError(
+                f"sampler is {self.sampler!r}; use 'iasg', 'laplace', 'nuts', or a function sampler(rng_key, start, "
+                "log_density, num_samples)"
+            )
+        if self.sampler == "iasg" and self.optim is not None and self.batch_size is None:
+            raise ValueError(
+                "the samples' spread comes from minibatches, and with all rows an optimiser of yours has no noise: "
+                "pass batch_size=20, or leave optim= out (gradient steps with Langevin's noise)"
+            )
+
+    @property
+    def program(self) -> "FedPA":
+        return replace(self, posterior=True)
+
+    def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
+        return self.burn_in_rounds + ROUNDS * sweep
+
+    def _check_model(self, split: SplitModel) -> None:
+        super()._check_model(split)
+        size = flat(split).size
+        if self.rho == math.inf and self._num(flat(split)) <= size:
+            raise ValueError(
+                f"rho=math.inf needs more samples than the {size} dimensions: pass num_samples={PLENTY * size}, or "
+                "rho='oas'"
+            )
+        if self.sampler in SAMPLERS and split.dim > MOST_SAMPLED:
+            raise PartitionError(
+                f"the model has {split.dim} global dimensions, too many for sampler={self.sampler!r}, which looks at a "
+                "Hessian: use sampler='iasg'"
+            )
+
+    # --- sizes ------------------------------------------------------------------------------------------------------
+
+    def _num(self, flat: Flat) -> int:
+        if self.num_samples is not None:
+            return self.num_samples
+        return 10 if flat.size > MANY else max(100, PLENTY * flat.size if flat.size <= FEW else 0)
+
+    def _rho(self, flat: Flat) -> Any:
+        if self.rho is not None:
+            return self.rho
+        return math.inf if self._num(flat) >= PLENTY * flat.size else "oas"
+
+    def _epoch(self, most_rows: int, else_: int) -> int:
+        return else_ if self.batch_size is None else max(1, -(-most_rows // self.batch_size))
+
+    def _walked(self, flat: Flat, most_rows: int) -> tuple[int, int, int]:
+        """Steps before the first sample, samples, and steps for each."""
+        before = self._epoch(most_rows, WARMUP) if self.burn_in is None else self.burn_in
+        return before, self._num(flat), self.steps_per_sample or self._epoch(most_rows, THINNING)
+
+    def _steps(self, flat: Flat, most_rows: int) -> int:
+        if self.local_steps is not None:
+            return self.local_steps
+        before, num, each = self._walked(flat, most_rows)
+        return before + num * each if self.batch_size is not None else 10
+
+    def _server_default(self) -> Any:
+        return optax.chain(optax.trace(MOMENTUM, nesterov=True), falling(0.5, 0.0005))
+
+    # --- samples ----------------------------------------------------------------------------------------------------
+
+    def _draws(self, notes: dict[str, Any], key: Array, w: Array, data: SiloData) -> Drawn:
+        """Samples of the silo's posterior, in units of mean losses."""
+        own: Flat = notes["flat"]
+        number = own.rows(data.mask)
+        density = lambda x: notes["whole"](x, data)
+        if self.sampler != "iasg":
+            sampler = SAMPLERS.get(self.sampler, self.sampler) if isinstance(self.sampler, str) else self.sampler
+            draws, loss, spread = sampler(key, w, density, self._num(own)), -density(w) / number, number
+        else:
+            draws, loss, spread = self._iterates(notes, key, w, data, number)
+        wider = lambda x: (centre := jnp.mean(x, axis=0)) + jnp.sqrt(spread) * (x - centre)
+        gradients = None
+        if self.stein and notes["batching"] is None:
+            gradients = wider(jax.lax.map(jax.grad(lambda x: -density(x) / number), draws))
+        return Drawn(wider(draws), gradients, loss)
+
+    def _iterates(
+        self, notes: dict[str, Any], key: Array, w: Array, data: SiloData, number: Array
+    ) -> tuple[Array, Array, Array]:
+        """Averages of successive iterates, the loss at the first, and how much wider than they a posterior is."""
+        begin, num, each = self._walked(notes["flat"], notes["most_rows"])
+        noisy = notes["batching"] is None
+        curvature_key, before, after = jax.random.split(key, 3)
+        walk = self.walk(notes, curvature_key, w, data, None, None, noise=noisy)
+
+        def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
+            x, state, value = walk.step(*carry, key)
+            return (x, state), value
+
+        def summed(carry: tuple, key: Array) -> tuple[tuple, Array]:
+            x, state, total = carry
+            new, state, value = walk.step(x, state, key)
+            # the mean of two successive steps of Langevin dynamics has the posterior's variance, whatever their size
+            total = 0.5 * (x + new) if noisy else total + new / each
+            return (new, state, total), value
+
+        def sample(carry: tuple, key: Array) -> tuple[tuple, tuple]:
+            (x, state, total), values = jax.lax.scan(summed, (*carry, jnp.zeros_like(w)), jax.random.split(key, each))
+            return (x, state), (total, values[0])
+
+        carry = (w, walk.state)
+        first = None
+        if begin:
+            carry, values = jax.lax.scan(step, carry, jax.random.split(before, begin))
+            first = values[0]
+        _, (draws, values) = jax.lax.scan(sample, carry, jax.random.split(after, num))
+        spread = number if noisy else jnp.asarray(notes["batching"].size * each, number.dtype)
+        return draws, values[0] if first is None else first, spread
+
+    def _posterior_delta(
+        self, notes: dict[str, Any], key: Array, w: Array, data: SiloData
+    ) -> tuple[Array, Array, Array]:
+        draws, gradients, loss = self._draws(notes, key, w, data)
+        rho = self._rho(notes["flat"])
+        shrunk = moments.shrinkage(draws, rho)
+        delta = moments.delta(w, draws, rho, shrunk)
+        if gradients is not None:
+            delta = moments.corrected(delta, draws, gradients, shrunk)
+        return single(delta), loss, single(moments.largest(draws, shrunk, gradients))
+
+    # --- the posterior ----------------------------------------------------------------------------------------------
+
+    def closing(self, prepared: Prepared, server: Server, names: Any) -> FederatedAlgorithm | None:
+        if not self.posterior:
+            return None
+        if "closing" not in prepared.notes:  # one object, so that it is compiled once
+            prepared.notes["closing"] = self._closing(prepared.notes)
+        return prepared.notes["closing"]
+
+    def _closing(self, notes: dict[str, Any]) -> FederatedAlgorithm:
+        own: Flat = notes["flat"]
+
+        def broadcast(key: Array, state: Closing) -> Broadcast:
+            return Broadcast(
+                Sent(own.joined(state.server), jnp.zeros((), bool), state.server.total, state.server.curvature[0])
+            )
+
+        def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Precisions, tuple]:
+            draws, gradients, _ = self._draws(notes, key, broadcast.common.w, data)
+            found = moments.precision(draws, moments.shrinkage(draws, self._rho(own)), gradients)
+            return Precisions(*single(found), own.rows(data.mask)), silo
+
+        def server_step(key: Array, state: Closing, found: Precisions) -> tuple[Closing, dict]:
+            return Closing(state.server, found), {"loss": jnp.zeros(())}
+
+        aggregate = lambda messages, cohort: messages
+        return FederatedAlgorithm(
+            lambda key: (), lambda key, broadcast, data: (), broadcast, silo_step, aggregate, server_step
+        )
+
+    def opening(self, prepared: Prepared, server: Server, num_asked: int) -> Closing:
+        own: Flat = prepared.notes["flat"]
+        rank = min(self._num(own), own.size)
+        zeros = lambda *shape: jnp.zeros((num_asked, *shape), server.z.dtype)
+        return Closing(server, Precisions(zeros(own.size), zeros(rank), zeros(rank, own.size), zeros()))
+
+    def closed(self, prepared: Prepared, server: Server, closing_server: Closing, num_asked: int) -> Server:
+        own: Flat = prepared.notes["flat"]
+        found = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), closing_server.found)
+        rows = found.rows * float(server.total) / found.rows.sum()  # those who were asked stand for all
+        diagonal = rows @ found.diagonal
+        weights = (rows[:, None] * found.weights).reshape(-1)
+        directions = found.directions.reshape(-1, own.size)
+        every = own.size <= DENSE or own.size == found.weights.shape[1]
+        make = _dense if every else _low_rank
+        posterior = make(own, own.joined(server), diagonal, weights, directions, self.prior)
+        return server._replace(posterior=jax.tree.map(lambda leaf: jnp.asarray(leaf, server.z.dtype), posterior))
+
+    # --- what a fit asks for ----------------------------------------------------------------------------------------
+
+    def found(self, split: SplitModel, server: Server, silos: tuple) -> start.Found:
+        if not isinstance(server.posterior, Posterior):
+            return super().found(split, server, silos)
+        sd = np.sqrt(self._variances(split, server))
+        chol = np.linalg.cholesky(self.normal(split, server)[1]) if split.dim <= DENSE else None
+        return start.Found(server.z, chol, sd, server.theta, {}, ())
+
+    def _variances(self, split: SplitModel, server: Server) -> np.ndarray:
+        sds, factor = (np.asarray(leaf, np.float64) for leaf in server.posterior)
+        return (sds**2 + np.sum(factor**2, axis=0))[: split.dim]
+
+    def normal(self, split: SplitModel, server: Server) -> tuple[Array, Array]:
+        """Mean and covariance of the unconstrained globals, float64; d x d."""
+        if not isinstance(server.posterior, Posterior):
+            raise ValueError("this fit has a mode and no posterior around it: run with posterior=True, to the end")
+        sds, factor = (np.asarray(leaf, np.float64)[..., : split.dim] for leaf in server.posterior)
+        return np.asarray(server.z, np.float64), np.diag(sds**2) + factor.T @ factor
+
+    def sample_global(self, split: SplitModel, server: Server, key: Array) -> Array:
+        if not isinstance(server.posterior, Posterior):
+            return server.z
+        sds, factor = (leaf[..., : split.dim] for leaf in server.posterior)
+        own, common = jax.random.split(key)
+        return (
+            server.z
+            + sds * jax.random.normal(own, server.z.shape)
+            + jax.random.normal(common, factor.shape[:1]) @ factor
+        )
+
+    def elbo(self, split: SplitModel, weighting: None, stack: Stack, server: Server, silos: tuple, key: Array) -> Array:
+        """One draw of the evidence bound of all silos together."""
+        if not isinstance(server.posterior, Posterior):
+            raise ValueError("this fit has a mode and no posterior around it, so it has no evidence bound")
+        z = self.sample_global(split, server, key)
+        sds, factor = (leaf[..., : split.dim] for leaf in server.posterior)
+        if split.dim <= DENSE:
+            root = jnp.linalg.cholesky(jnp.diag(sds**2) + factor.T @ factor)
+            white = jax.scipy.linalg.solve_triangular(root, z - server.z, lower=True)
+            log_det = jnp.sum(jnp.log(jnp.diagonal(root)))
+        else:  # Woodbury
+            scaled = factor / sds
+            root = jnp.linalg.cholesky(jnp.eye(len(factor)) + scaled @ scaled.T)
+            away = (z - server.z) / sds
+            inner = jax.scipy.linalg.solve_triangular(root, scaled @ away, lower=True)
+            white = jnp.sqrt(jnp.maximum(away @ away - inner @ inner, 0.0))[None]
+            log_det = jnp.sum(jnp.log(sds)) + jnp.sum(jnp.log(jnp.diagonal(root)))
+        log_q = -0.5 * jnp.sum(white**2) - log_det - 0.5 * split.dim * np.log(2 * np.pi)
+        total = split.log_prior(z, server.theta) - log_q
+        for bucket in stack.buckets:
+            one = lambda args, mask: split.log_silo(z, {}, server.theta, SiloData(args, mask, stack.shared))
+            total = total + jnp.sum(jax.vmap(one)(bucket.args, bucket.mask))
+        return total
+
+
+def _dense(
+    own: Flat, w: Array, diagonal: np.ndarray, weights: np.ndarray, directions: np.ndarray, prior: bool
+) -> Posterior:
+    """In few dimensions: every direction."""
+    precision = np.diag(diagonal) + directions.T @ (weights[:, None] * directions)
+    if prior:
+        precision -= np.asarray(jax.hessian(own.log_prior)(w), np.float64)
+    values, vectors = np.linalg.eigh(0.5 * (precision + precision.T))
+    values = np.maximum(values, 1e-8 * values[-1])
+    return Posterior(np.zeros(own.size), (vectors / np.sqrt(values)).T)
+
+
+def _low_rank(
+    own: Flat, w: Array, diagonal: np.ndarray, weights: np.ndarray, directions: np.ndarray, prior: bool
+) -> Posterior:
+    r"""In many: with D diagonal, :math:`(D - W'W)^{-1} = D^{-1} + D^{-1} W' (I - W D^{-1} W')^{-1} W D^{-1}`."""
+    if prior:
+        diagonal = diagonal + np.maximum(_prior_curvature(own, w), 0.0)
+    factor = np.sqrt(np.maximum(-weights, 0.0))[:, None] * directions
+    scaled = factor / diagonal
+    values, vectors = np.linalg.eigh(scaled @ factor.T)
+    values, vectors = values[::-1][:DENSE], vectors[:, ::-1][:, :DENSE]  # those left out would add variance
+    values = np.clip(values, 0.0, 1 - 1e-8)
+    return Posterior(1 / np.sqrt(diagonal), (vectors / np.sqrt(1 - values)).T @ scaled)
+
+
+def _prior_curvature(own: Flat, w: Array) -> np.ndarray:
+    """The diagonal of minus the prior's Hessian: v times Hv, for random signs v; exact where H is diagonal."""
+    gradient = jax.grad(own.log_prior)
+    signs = jax.random.rademacher(jax.random.key(0), (PROBES, own.size)).astype(w.dtype)
+    times = jax.jit(lambda v: -v * jax.jvp(gradient, (w,), (v,))[1])
+    return np.mean([np.asarray(times(v), np.float64) for v in signs], axis=0)
