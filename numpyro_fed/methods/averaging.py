@@ -15,7 +15,7 @@ posterior in these units is :math:`\propto p(y_k \mid w)^{1 / n_k}`, whose covar
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from numpyro_fed.padding import SiloData
 from numpyro_fed.partition import PartitionError
 from numpyro_fed.solvers.linear import largest_curvature
 from numpyro_fed.split_model import SplitModel
+from numpyro_fed.tracing import UNOPTIMISED
 
 Array = Any
 NEAR_ZERO = 0.1  # sd of the location where nobody says where to begin
@@ -89,7 +90,19 @@ class Flat(NamedTuple):
     def log_prior(self, w: Array) -> Array:
         return self.split.log_prior(*self.parts(w))
 
-    def log_likelihood(self, axis: str | None, w: Array, data: SiloData, factor: Array | None = None) -> Array:
+    def prior_precision(self, w: Array) -> np.ndarray:
+        """Minus the Hessian of the log prior, (d, d)."""
+        hessian = jax.jit(jax.hessian(self.log_prior), compiler_options=UNOPTIMISED)
+        return -np.asarray(hessian(w), np.float64)
+
+    def prior_curvature(self, w: Array, probes: int = 8) -> np.ndarray:
+        """Its diagonal: v times Hv, for random signs v; exact where H is diagonal."""
+        signs = jax.random.rademacher(jax.random.key(0), (probes, self.size)).astype(w.dtype)
+        times = lambda v: -v * jax.jvp(jax.grad(self.log_prior), (w,), (v,))[1]
+        found = jax.jit(lambda signs: jnp.mean(jax.lax.map(times, signs), axis=0), compiler_options=UNOPTIMISED)
+        return np.asarray(found(signs), np.float64)
+
+    def log_likelihood(self, axis: str | None, w: Array, data: SiloData, factor: Any = 1.0) -> Array:
         """Of a silo. Terms along ``axis`` count ``factor`` times: for the rows that are not in a minibatch, too."""
         z, theta = self.parts(w)
         total = jnp.zeros(())
@@ -135,6 +148,7 @@ class Averaging(Method):
     shared: Any = None
 
     stateless = True
+    effort = "some"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,7 +175,9 @@ class Averaging(Method):
 
     # --- what the subclasses say ------------------------------------------------------------------------------------
 
-    burn_in_rounds: ClassVar[Any] = None  # rounds of federated averaging; None: all of them
+    def _averaging_rounds(self) -> int | None:
+        """Rounds of federated averaging at the beginning; None: all of them."""
+        return None
 
     def _steps(self, flat: Flat, most_rows: int) -> int:
         """Of a silo in a round of federated averaging."""
@@ -220,7 +236,8 @@ class Averaging(Method):
         own: Flat = notes["flat"]
         optim = self._server_default() if self.server_optim is None else self.server_optim
         steps = self._steps(own, notes["most_rows"])
-        always = self.burn_in_rounds is None
+        plain_rounds = self._averaging_rounds()
+        always = plain_rounds is None
 
         def init(key: Array) -> Server:
             dtype = jnp.zeros(()).dtype
@@ -234,7 +251,7 @@ class Averaging(Method):
             return Server(*own.parts(w), optim.init(w), jnp.zeros((), jnp.int32), total, nothing, nothing)
 
         def averaging(server: Server) -> Array:
-            return jnp.ones((), bool) if always else server.round < self.burn_in_rounds
+            return jnp.ones((), bool) if always else server.round < plain_rounds
 
         def broadcast(key: Array, server: Server) -> Broadcast:
             return Broadcast(Sent(own.joined(server), averaging(server), server.total, server.curvature[0]))
@@ -368,7 +385,7 @@ class Averaging(Method):
     # --- states -----------------------------------------------------------------------------------------------------
 
     def with_rounds(self, server: Server, silos: tuple, num_rounds: int, share: float = 1.0) -> tuple[Server, tuple]:
-        rounds = max(1, num_rounds - (self.burn_in_rounds or 0))
+        rounds = max(1, num_rounds - (self._averaging_rounds() or 0))
         return server._replace(opt_state=with_horizon(server.opt_state, rounds)), silos
 
     def reordered(self, server: Server, order: list[int]) -> Server:

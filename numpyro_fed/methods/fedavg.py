@@ -47,8 +47,6 @@ class FedAvg(Averaging):
         >>> fit = nf.FedAvg(model, batch_size=20, optim=optax.sgd(0.1)).run(key, silos, 100)  # doctest: +SKIP
     """
 
-    burn_in_rounds = None
-
     def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
         return 100 * sweep
 

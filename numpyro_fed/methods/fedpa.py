@@ -46,7 +46,6 @@ ROUNDS = 100
 DENSE = 200  # dimensions up to which the posterior keeps every direction, else so many at most
 MOST_SAMPLED = 500  # dimensions in which a Hessian is still a good idea
 MOMENTUM = 0.9
-PROBES = 8
 
 
 class Posterior(NamedTuple):
@@ -148,6 +147,9 @@ class FedPA(Averaging):
     def program(self) -> "FedPA":
         return replace(self, posterior=True)
 
+    def _averaging_rounds(self) -> int:
+        return self.burn_in_rounds
+
     def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
         return self.burn_in_rounds + ROUNDS * sweep
 
@@ -202,7 +204,7 @@ class FedPA(Averaging):
         number = own.rows(data.mask)
         density = lambda x: notes["whole"](x, data)
         if self.sampler != "iasg":
-            sampler = SAMPLERS.get(self.sampler, self.sampler) if isinstance(self.sampler, str) else self.sampler
+            sampler = SAMPLERS[self.sampler] if isinstance(self.sampler, str) else self.sampler
             draws, loss, spread = sampler(key, w, density, self._num(own)), -density(w) / number, number
         else:
             draws, loss, spread = self._iterates(notes, key, w, data, number)
@@ -276,7 +278,8 @@ class FedPA(Averaging):
         def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Precisions, tuple]:
             draws, gradients, _ = self._draws(notes, key, broadcast.common.w, data)
             found = moments.precision(draws, moments.shrinkage(draws, self._rho(own)), gradients)
-            return Precisions(*single(found), own.rows(data.mask)), silo
+            diagonal, weights, directions = single(found)
+            return Precisions(diagonal, weights, directions, own.rows(data.mask)), silo
 
         def server_step(key: Array, state: Closing, found: Precisions) -> tuple[Closing, dict]:
             return Closing(state.server, found), {"loss": jnp.zeros(())}
@@ -366,7 +369,7 @@ def _dense(
     """In few dimensions: every direction."""
     precision = np.diag(diagonal) + directions.T @ (weights[:, None] * directions)
     if prior:
-        precision -= np.asarray(jax.hessian(own.log_prior)(w), np.float64)
+        precision += own.prior_precision(w)
     values, vectors = np.linalg.eigh(0.5 * (precision + precision.T))
     values = np.maximum(values, 1e-8 * values[-1])
     return Posterior(np.zeros(own.size), (vectors / np.sqrt(values)).T)
@@ -377,18 +380,10 @@ def _low_rank(
 ) -> Posterior:
     r"""In many: with D diagonal, :math:`(D - W'W)^{-1} = D^{-1} + D^{-1} W' (I - W D^{-1} W')^{-1} W D^{-1}`."""
     if prior:
-        diagonal = diagonal + np.maximum(_prior_curvature(own, w), 0.0)
+        diagonal = diagonal + np.maximum(own.prior_curvature(w), 0.0)
     factor = np.sqrt(np.maximum(-weights, 0.0))[:, None] * directions
     scaled = factor / diagonal
     values, vectors = np.linalg.eigh(scaled @ factor.T)
     values, vectors = values[::-1][:DENSE], vectors[:, ::-1][:, :DENSE]  # those left out would add variance
     values = np.clip(values, 0.0, 1 - 1e-8)
     return Posterior(1 / np.sqrt(diagonal), (vectors / np.sqrt(1 - values)).T @ scaled)
-
-
-def _prior_curvature(own: Flat, w: Array) -> np.ndarray:
-    """The diagonal of minus the prior's Hessian: v times Hv, for random signs v; exact where H is diagonal."""
-    gradient = jax.grad(own.log_prior)
-    signs = jax.random.rademacher(jax.random.key(0), (PROBES, own.size)).astype(w.dtype)
-    times = jax.jit(lambda v: -v * jax.jvp(gradient, (w,), (v,))[1])
-    return np.mean([np.asarray(times(v), np.float64) for v in signs], axis=0)
