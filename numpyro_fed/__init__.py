@@ -11,6 +11,7 @@ from numpyro_fed.partition import Partition, partition
 from numpyro_fed.reference import Reference, nuts
 from numpyro_fed.silos import Silos, split
 from numpyro_fed.storage import load
+from numpyro_fed.store import SiloStore
 from numpyro_fed.tracing import PartitionError
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "PartitionError",
     "Reference",
     "SFVIAvg",
+    "SiloStore",
     "Silos",
     "compare",
     "datasets",
