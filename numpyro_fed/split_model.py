@@ -419,8 +419,10 @@ def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array
             values[name] = trace[name]["value"]
             limits[name] = trace[name]["kwargs"].get("constraint", constraints.real)
     theta = {s.name: biject_to(limits[s.name]).inv(values[s.name]) for s in part.sites if s.role == "param"}
-    # a Python number (numpyro.param("t", 0.0)) would turn float64 in an engine's program
-    theta = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), theta)
+    # a Python number (numpyro.param("t", 0.0)) would turn float64 in an engine's program; flax's weights are float32
+    # under x64, too, and would meet float64 gradients
+    real = jnp.zeros(()).dtype
+    theta = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.promote_types(jnp.asarray(leaf).dtype, real)), theta)
     for name, start in theta.items():
         if not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(start)):
             raise PartitionError(

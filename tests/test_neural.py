@@ -143,6 +143,14 @@ def test_sfvi_learns_a_network_and_keeps_it_in_a_file(name, tmp_path):
     assert fit.predict(jax.random.key(1), dict(x=np.zeros((4, 2), "f")), num_samples=5)["y"].shape == (5, 4)
 
 
+def test_a_network_is_learned_in_the_precision_of_the_moment(x64):
+    """Though flax makes weights in float32."""
+    fit = nf.SFVI(learned_network, **DIAGONAL).run(
+        jax.random.key(0), MODELS["learned network"].silos(), 2, progress_bar=False
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(fit.params)} == {np.dtype("float64")}
+
+
 def test_ep_says_that_it_does_not_learn_a_network():
     with pytest.raises(PartitionError, match=r"net\$params.*prior"):
         nf.EP(learned_network, family="diagonal").run(jax.random.key(0), MODELS["learned network"].silos())
