@@ -210,7 +210,7 @@ class SiloStore:
 
         Args:
             function: ``0 <= index < num_silos`` to a dict of the model's arguments, the same whenever it is called. It
-                runs in a thread of its own, one call at a time.
+                runs in a thread of its own, one call at a time (unless ``Streamed(readers=)`` says otherwise).
             num_silos: how many there are.
             names: of the silos; by default "0", "1", ...
             shared: arguments that are the same in every silo.

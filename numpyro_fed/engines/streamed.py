@@ -27,23 +27,30 @@ IN_FLIGHT = 2  # rounds the device has been given: one to work on, one to go on 
 class Streamed:
     """Each round's cohort is read from a :class:`~numpyro_fed.SiloStore`, padded and stacked on the host.
 
-    The default for a store. The device holds ``prefetch`` + 3 cohorts at most; a silo's state is made anew each time it
-    takes part. Cohorts are padded to a power of two of rows, so that few programs are compiled; all silos of a cohort
-    are as long as its longest, so silos of very different sizes should be capped by the store's function.
+    The default for a store. Reading and the device's work overlap; the device holds ``prefetch`` + 3 cohorts at most. A
+    silo's state is made anew each time it takes part. Cohorts are padded to a power of two of rows, so that few
+    programs are compiled; all silos of a cohort are as long as its longest, so silos of very different sizes should be
+    capped by the store's function.
 
     Args:
-        prefetch: rounds that a thread reads ahead. 0: none, and no thread.
+        prefetch: rounds that are read ahead by threads. 0: no threads; a cohort is read while the device works on the
+            one before.
+        readers: threads. More than one help where silos have to be waited for, and then a store's function must bear
+            being called by several at once.
 
     Example:
-        >>> engine = Streamed(prefetch=4)  # for a slow disk
+        >>> engine = Streamed(prefetch=8, readers=4)  # for a slow disk
     """
 
     prefetch: int = 2
+    readers: int = 1
     chunk = 32  # rounds between two looks of the host
 
     def __post_init__(self) -> None:
-        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise ValueError(f"prefetch must be a number of rounds, 0 or more, got {self.prefetch!r}")
+        for name, least, what in (("prefetch", 0, "rounds"), ("readers", 1, "threads")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a number of {what}, {least} or more, got {value!r}")
 
     @in_float64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
@@ -67,7 +74,7 @@ class Streamed:
         num_silos, server, rows = len(stack.names), strong(server), []
         everyone = np.arange(num_silos, dtype=np.int32)
         wanted = [everyone if cohorts is None else np.asarray(cohorts[i], np.int32) for i in range(count)]
-        with _gathered(stack.source, wanted, self.prefetch) as arriving:
+        with _gathered(stack.source, wanted, self.prefetch, self.readers) as arriving:
             for i, arrays in enumerate(arriving):
                 server, info = _ROUND[effort](algorithm, num_silos, key, first + i, arrays, stack.shared, server)
                 rows.append(info)
@@ -78,7 +85,7 @@ class Streamed:
 
 
 @contextmanager
-def _gathered(source: Source, cohorts: list[np.ndarray], ahead: int) -> Iterator[Iterator[tuple]]:
+def _gathered(source: Source, cohorts: list[np.ndarray], ahead: int, readers: int) -> Iterator[Iterator[tuple]]:
     """Each cohort's index, identities, args and mask on the device, in order; no thread is left behind."""
 
     def gather(index: np.ndarray) -> tuple:
@@ -88,7 +95,7 @@ def _gathered(source: Source, cohorts: list[np.ndarray], ahead: int) -> Iterator
     if ahead == 0:
         yield map(gather, cohorts)
         return
-    pool = ThreadPoolExecutor(1, "numpyro_fed-reader")
+    pool = ThreadPoolExecutor(readers, "numpyro_fed-reader")
 
     def in_order() -> Iterator[tuple]:
         coming: deque[Future] = deque()
