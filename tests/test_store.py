@@ -61,7 +61,7 @@ def store() -> SiloStore:
 
 @pytest.fixture(scope="module")
 def fit(store):
-    return run(sep(), store, schedule=nf.schedules.sampled(3))
+    return run(sep(), store, 24, schedule=nf.schedules.sampled(3))
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
@@ -171,6 +171,7 @@ def test_rows_that_do_not_match_are_noticed(store):
         "two of a name": (lambda: SiloStore.from_function(read, 2, names=["a", "a"]), ("'a'",)),
         "half a silo": (lambda: SiloStore.from_function(read, 0.5), ("num_silos", "0.5")),
         "prefetch": (lambda: nf.engines.Streamed(prefetch=-1), ("prefetch", "-1")),
+        "readers": (lambda: nf.engines.Streamed(readers=0), ("readers", "0")),
     }.values(),
 )
 def test_stores_say_what_they_need(make, words):
@@ -253,9 +254,9 @@ def toy() -> FederatedAlgorithm:
     )
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("ahead", [{"prefetch": 0}, {}, {"prefetch": 3, "readers": 3}], ids=str)
 @pytest.mark.parametrize("everyone", [False, True])
-def test_streamed_equals_vmap_on_a_toy(store, prefetch, everyone):
+def test_streamed_equals_vmap_on_a_toy(store, ahead, everyone):
     silos = in_memory(12)
     split = split_model(regression, store.example())
     axes = split_model(regression, silos).partition.axes
@@ -263,7 +264,7 @@ def test_streamed_equals_vmap_on_a_toy(store, prefetch, everyone):
     lazy = full._replace(names=store.names, buckets=(), source=Source(store, split.spec, split.partition.axes))
     cohorts = None if everyone else COHORTS.cohorts(KEY, silos.names, 0, 5)
     found = []
-    for engine, data in ((nf.engines.Vmap(), full), (nf.engines.Streamed(prefetch), lazy)):
+    for engine, data in ((nf.engines.Vmap(), full), (nf.engines.Streamed(**ahead), lazy)):
         algorithm = toy()
         server, states = engine.start(algorithm, KEY, data)
         server, _, info = engine.rounds(algorithm, KEY, data, server, states, 3, cohorts, 5)
@@ -272,17 +273,75 @@ def test_streamed_equals_vmap_on_a_toy(store, prefetch, everyone):
     assert not readers()
 
 
+METHODS = {
+    "SEP": sep(),
+    "FedAvg": nf.FedAvg(regression, local_steps=3),
+    "minibatches": nf.FedAvg(regression, batch_size=1),
+}
+
+
 @pytest.mark.parametrize("schedule", [COHORTS, "sequential"], ids=["fixed", "sequential"])
-def test_streamed_equals_vmap_on_a_method(store, schedule):
-    """Not its shares of observations, which a store does not know: so silos of one size."""
-    equal = lambda i: jax.tree.map(lambda leaf: leaf[:2], read(6 * i + 5))
-    streamed = run(sep(), SiloStore.from_function(equal, 12), 13, schedule=schedule)
-    vmapped = run(sep(), nf.Silos([equal(i) for i in range(12)]), 13, schedule=schedule)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), streamed.state.server, vmapped.state.server
-    )
-    for name in vmapped.history:
-        np.testing.assert_allclose(streamed.history[name], vmapped.history[name], rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("name", METHODS)
+def test_streamed_equals_vmap_on_a_method(name, schedule):
+    """A store does not know the number of all observations, which is guessed right where silos are of one size."""
+    method, equal = METHODS[name], lambda i: jax.tree.map(lambda leaf: leaf[:2], read(6 * i + 5))
+    streamed = run(method, SiloStore.from_function(equal, 12), 13, schedule=schedule)
+    vmapped = run(method, nf.Silos([equal(i) for i in range(12)]), 13, schedule=schedule)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, streamed.sample(KEY, 3), vmapped.sample(KEY, 3))
+    assert streamed.history.keys() == vmapped.history.keys()
+    jax.tree.map(close, streamed.history, vmapped.history)
+
+
+def test_streamed_equals_vmap_in_float64(x64):
+    double = lambda i: jax.tree.map(lambda leaf: leaf[:2].astype("f8"), read(6 * i + 5))
+    method = nf.FedAvg(regression, local_steps=3)
+    streamed = run(method, SiloStore.from_function(double, 12), 4, schedule=COHORTS)
+    vmapped = run(method, nf.Silos([double(i) for i in range(12)]), 4, schedule=COHORTS)
+    np.testing.assert_allclose(streamed.sample(KEY, 1)["beta"], vmapped.sample(KEY, 1)["beta"], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "method", [nf.FedAvg(regression, local_steps=2), nf.FedPA(regression)], ids=["FedAvg", "FedPA"]
+)
+def test_no_more_is_read_than_cohorts_and_an_example(method):
+    """Law: what a run reads does not depend on the number of silos."""
+    asked = []
+
+    def counted(i):
+        asked.append(i)
+        return read(i)
+
+    fit = run(method, SiloStore.from_function(counted, MANY), 3, schedule=nf.schedules.sampled(4))
+    assert np.isfinite(fit.history["loss"]).all()
+    assert len(fit.state.names) == MANY
+    assert len(set(asked)) <= 4 * 4 + 8  # three rounds and a closing one, and the example
+    assert len(asked) <= 4 * 4 + 8 * 4  # which is read a few times: to split, to check, to count bytes
+
+
+def test_reading_goes_on_while_the_device_works(store):
+    """Round i ends only when round i + 1 is being read: without a reader ahead that would never be."""
+    being_read = [threading.Event() for _ in range(5)]
+
+    def slow(i):
+        being_read[i].set()
+        return read(i)
+
+    def step(key, server, found):
+        waited = lambda at: np.bool_(being_read[min(int(at) + 1, 4)].wait(20))
+        overlapped = jax.pure_callback(waited, jax.ShapeDtypeStruct((), bool), server)
+        return server + 1, {"loss": found[1], "overlapped": overlapped}
+
+    algorithm = toy()._replace(init=lambda key: jnp.zeros((), jnp.int32), server_step=step)
+    split = split_model(regression, store.example())
+    lazy = SiloStore.from_function(slow, 12)
+    lazy.__dict__["_expected"] = store._expected  # its own example would be read first
+    source = Source(lazy, split.spec, split.partition.axes)
+    stacked = Stack(lazy.names, (), (), source)
+    engine = nf.engines.Streamed(prefetch=1)
+    server, _ = engine.start(algorithm, KEY, stacked)
+    _, _, info = engine.rounds(algorithm, KEY, stacked, server, (), 0, np.arange(5)[:, None], 5)
+    assert info["overlapped"].all()
 
 
 def test_cohorts_of_similar_sizes_share_a_program(store):
@@ -315,3 +374,141 @@ def test_an_interrupted_run_returns_what_it_has_and_leaves_no_thread(monkeypatch
     fit = run(sep(), SiloStore.from_function(read, 12), 10, schedule=COHORTS, engine=streamed)
     assert 0 < fit.state.round < 10
     assert not readers()
+
+
+# --- runs and fits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    {
+        "silos with states": (lambda: (nf.EP(regression), many(), {}), ("nf.EP", "nf.Silos", "nf.FedAvg", "nf.SEP")),
+        "local latents": (lambda: (nf.SEP(with_local), few(), {}), ("local latents (z)", "nf.Silos")),
+        "everyone": (lambda: (sep(), many(), {}), ("342477", "schedule=nf.schedules.sampled(100)")),
+        "stale": (lambda: (sep(), few(), {"schedule": "asynchronous"}), ("nf.schedules.sampled",)),
+        "another engine": (lambda: (sep(), few(), {"engine": nf.engines.Vmap()}), ("Vmap", "nf.engines.Streamed()")),
+        "silos in memory": (lambda: (sep(), in_memory(3), {"engine": nf.engines.Streamed()}), ("nf.Silos", "engine=")),
+        "a large cohort": (lambda: (sep(), few(), {"schedule": nf.schedules.sampled(13)}), ("13", "12 silos")),
+        "an unknown silo": (
+            lambda: (sep(), many(), {"schedule": nf.schedules.fixed([["x"]])}),
+            ("'x'", "..., '342476'"),
+        ),
+        "no silos": (lambda: (sep(), {}, {}), ("nf.Silos", "dict")),
+    }.values(),
+)
+def test_runs_say_what_they_need(arguments, words):
+    method, silos, options = arguments()
+    with pytest.raises((ValueError, TypeError)) as error:
+        run(method, silos, 1, **options)
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def many() -> SiloStore:
+    return SiloStore.from_function(read, MANY)
+
+
+def few() -> SiloStore:
+    return SiloStore.from_function(read, 12)
+
+
+def test_a_fit_of_a_store(fit, store):
+    assert fit.state.names == store.names
+    assert fit.state.silos == ()
+    assert fit.silos is store
+    assert "silos 12" in repr(fit)
+    assert fit.sample(KEY, 10)["beta"].shape == (10, 2)
+    assert "beta[1]" in fit.summary().index
+    assert fit.predict(KEY, {"x": np.ones((3, 2), "f")}, num_samples=4)["y"].shape == (4, 3)
+    assert fit.predict(KEY, silo="4", num_samples=4)["y"].shape == (4, 5)  # read for it, not padded
+    assert fit.sample_local(KEY, 4, silo="4")["beta"].shape == (4, 2)
+    np.testing.assert_array_equal(fit.history["bytes_up"], 3 * fit.history["bytes_up"][0] // 3)
+    posterior = fit.to_arviz(KEY, 5)["posterior"]
+    assert posterior["beta"].shape == (1, 5, 2)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    {
+        "elbo": lambda fit: fit.elbo(),
+        "correct": lambda fit: fit.correct(KEY),
+        "log likelihood": lambda fit: fit.to_arviz(log_likelihood=True),
+        "replicates": lambda fit: fit.to_arviz(posterior_predictive=True),
+    }.values(),
+)
+def test_what_would_read_every_silo_says_so(fit, ask):
+    with pytest.raises(ValueError, match="would read all 12 silos of the store"):
+        ask(fit)
+
+
+def test_new_units_are_of_no_silo(fit):
+    with pytest.raises(ValueError, match=r"predict\(key, data\)"):
+        fit.predict(KEY, {"x": np.ones((3, 2), "f")}, silo="4")
+    with pytest.raises(KeyError, match="no silo is named 'x'"):
+        fit.predict(KEY, silo="x")
+
+
+@pytest.mark.parametrize("names", [None, [f"silo {i}" for i in range(12)]], ids=["numbers", "names"])
+def test_a_fit_is_saved_without_data_and_goes_on(names, tmp_path):
+    store = SiloStore.from_function(read, 12, names)
+    schedule = nf.schedules.sampled(3)
+    whole = run(sep(), store, 24, schedule=schedule)
+    with pytest.warns(UserWarning, match="not asked"):
+        half = run(sep(), store, 1, schedule=schedule)
+    path = half.save(tmp_path / "fit")
+    for silos in (None, store):
+        loaded = nf.load(path, sep(), silos)
+        assert loaded.state.names == store.names
+        assert "silos 12" in repr(loaded)
+        jax.tree.map(np.testing.assert_array_equal, loaded.sample(KEY, 5), half.sample(KEY, 5))
+        again = run(sep(), store, 23, schedule=schedule, init_state=loaded.state)
+        assert again.state.round == 24
+        jax.tree.map(np.testing.assert_array_equal, again.sample(KEY, 5), whole.sample(KEY, 5))
+    name = store.name(4)
+    assert loaded.predict(KEY, silo=name, num_samples=2)["y"].shape == (2, 5)
+    with pytest.raises(ValueError, match=r"pass silos= to nf\.load"):
+        nf.load(path, sep()).predict(KEY, silo=name)
+    with pytest.raises(ValueError, match="12 silos"):
+        nf.load(path, sep(), SiloStore.from_function(read, 11))
+    with pytest.raises(TypeError, match=r"nf\.SiloStore"):
+        nf.load(path, sep(), in_memory(12))
+    with pytest.raises(ValueError, match="init_state has other silos"):
+        run(sep(), SiloStore.from_function(read, 13), 1, schedule=schedule, init_state=half.state)
+
+
+def test_a_silo_that_breaks_the_loss_is_named():
+    """Large numbers, in a silo that the example leaves out."""
+
+    def explosive(x, y=None):
+        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Poisson(jnp.exp(x @ beta)), obs=y)
+
+    counts = lambda i: {"x": read(i)["x"] * (1e20 if i == 5 else 1), "y": np.ones(1 + i % 6, np.int32)}
+    store = SiloStore.from_function(counts, 40)
+    method = nf.FedAvg(explosive, local_steps=2)
+    with pytest.raises(nf.NonFiniteError, match="silo '5'") as error:
+        run(method, store, 2, schedule=nf.schedules.fixed([["1", "2"], ["3", "5"]]))
+    assert error.value.fit.state.round == 1
+
+
+class Asked(nf.SEP):
+    """Counts who is asked at the end."""
+
+    def closing(self, prepared, server, names):
+        return prepared.algorithm
+
+    def closed(self, prepared, server, closing_server, num_asked):
+        assert int(jnp.sum(closing_server.visits - server.visits)) == num_asked
+        return server._replace(visits=closing_server.visits)
+
+    def conclude(self, prepared, info):
+        assert np.isfinite(info["loss"]).all()
+
+
+@pytest.mark.parametrize("make", [few, lambda: in_memory(12)], ids=["store", "memory"])
+def test_a_closing_round_asks_the_next_cohort_and_may_keep_its_server(make):
+    method = Asked(regression, family="diagonal", solver="identity", tolerance=0)
+    fit = run(method, make(), 4, schedule=nf.schedules.sampled(3))
+    assert int(jnp.sum(fit.state.server.visits)) == 5 * 3
+    np.testing.assert_array_equal(fit.history["bytes_up"][-1], 2 * fit.history["bytes_up"][0])
