@@ -44,7 +44,7 @@ class Streamed:
 
     prefetch: int = 2
     readers: int = 1
-    chunk = 32  # rounds between two looks of the host
+    chunk = 16  # rounds between two looks of the host, and at most lost to an interruption
 
     def __post_init__(self) -> None:
         for name, least, what in (("prefetch", 0, "rounds"), ("readers", 1, "threads")):
