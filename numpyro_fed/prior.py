@@ -32,15 +32,15 @@ class Prior(NamedTuple):
 def normal_prior(split: SplitModel, family: Normal) -> Prior:
     """The prior's normal factor, and whether it is the prior itself."""
     d = split.dim
-    with jax.enable_x64(True):  # no draws are made here, so the model may be traced in float64
-        log_prior = lambda z: split.log_prior(z, split.theta)
-        dense = d <= MOST_DENSE or family.kind == "full"
-        precision = (_dense if dense else _diagonal)(log_prior, d, family)
-        if precision is not None:
-            both = jax.jit(jax.value_and_grad(log_prior), compiler_options=UNOPTIMISED)
-            at_zero, slope = both(jnp.zeros(d))
-        if precision is not None and _linear(both, slope, precision):
-            return Prior(Natural(jnp.asarray(precision), jnp.asarray(slope, jnp.float64)), True, float(at_zero))
+    try:
+        exact = _exact(split, family)
+    except TypeError:
+        # JAX keeps what it traced of a model with NumPy arrays of doubles (a prior's scale) in float32, and takes it
+        # out again in float64, where it does not fit; but nothing is traced without jit
+        with jax.disable_jit():
+            exact = _exact(split, family)
+    if exact is not None:
+        return exact
     keys = jax.random.split(jax.random.key(0), int(np.clip(MOST_DRAWN // d, FEWEST, DRAWS)))
     drawn = jax.jit(jax.vmap(lambda key: initial(split, init_to_sample, key)), compiler_options=UNOPTIMISED)
     draws = np.asarray(drawn(keys), np.float64)
@@ -48,6 +48,21 @@ def normal_prior(split: SplitModel, family: Normal) -> Prior:
     low, middle, high = np.nanquantile(np.where(np.isfinite(draws), draws, np.nan), [0.25, 0.5, 0.75], axis=0)
     centre, sd = np.nan_to_num(middle), np.clip(np.nan_to_num((high - low) / 1.349), 1e-3, 1e3)
     return Prior(family.project(centre, sd**2), False, 0.0)
+
+
+def _exact(split: SplitModel, family: Normal) -> Prior | None:
+    d = split.dim
+    with jax.enable_x64(True):  # no draws are made here, so the model may be traced in float64
+        log_prior = lambda z: split.log_prior(z, split.theta)
+        dense = d <= MOST_DENSE or family.kind == "full"
+        precision = (_dense if dense else _diagonal)(log_prior, d, family)
+        if precision is None:
+            return None
+        both = jax.jit(jax.value_and_grad(log_prior), compiler_options=UNOPTIMISED)
+        at_zero, slope = both(jnp.zeros(d))
+        if not _linear(both, slope, precision):
+            return None
+        return Prior(Natural(jnp.asarray(precision), jnp.asarray(slope, jnp.float64)), True, float(at_zero))
 
 
 def _linear(both: Callable, slope: Array, precision: Array) -> bool:

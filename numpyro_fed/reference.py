@@ -312,8 +312,9 @@ def _fixed_theta(split: SplitModel, theta: Mapping[str, Any] | None) -> dict[str
     fixed = dict(split.theta)
     for name in split.theta:
         if name in given:
-            value = jnp.asarray(given[name], split.theta[name].dtype)
-            fixed[name] = jnp.broadcast_to(biject_to(split.constraints[name]).inv(value), split.theta[name].shape)
+            like = lambda new, old: jnp.broadcast_to(jnp.asarray(new, old.dtype), old.shape)
+            value = jax.tree.map(jnp.asarray, given[name])  # of a network, a tree
+            fixed[name] = jax.tree.map(like, biject_to(split.constraints[name]).inv(value), split.theta[name])
     return fixed
 
 

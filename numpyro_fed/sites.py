@@ -34,18 +34,6 @@ def posterior(sites: Sites, tied: bool = False) -> Natural:
     return product(sites.prior, sites.each if tied else summed(sites.each))
 
 
-def of(sites: Sites, shares: Array | None) -> Natural:
-    """Every silo's site, stacked; tied sites are shares of one."""
-    if shares is None:
-        return sites.each
-
-    @double
-    def run(each: Natural, shares: Array) -> Natural:
-        return jax.tree.map(lambda leaf: shares.reshape(-1, *(1,) * leaf.ndim) * leaf, each)
-
-    return run(sites.each, shares)
-
-
 def scaled(changes: Natural, steps: Array) -> Natural:
     """Stacked factors, each to its own power."""
 

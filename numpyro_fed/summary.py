@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 import pandas as pd
 from numpyro.diagnostics import hpdi
@@ -33,9 +34,11 @@ def table(draws: dict[str, Any], params: dict[str, Any], part: Partition, hdi_pr
                 low: interval[0],
                 high: interval[1],
             }
-    for name, value in params.items():
-        for label, column in scalars({name: np.asarray(value)[None]}).items():
-            rows[label] = {"role": "param", "mean": float(column[0])}
+    for name, tree in params.items():
+        for path, value in jax.tree_util.tree_leaves_with_path(tree):  # a network's is a tree
+            full = ".".join([name, *(str(getattr(key, "key", key)) for key in path)])
+            for label, column in scalars({full: np.asarray(value)[None]}).items():
+                rows[label] = {"role": "param", "mean": float(column[0])}
     return pd.DataFrame.from_dict(rows, orient="index", columns=["role", "mean", "sd", "median", low, high])
 
 

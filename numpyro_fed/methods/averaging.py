@@ -199,8 +199,8 @@ class Averaging(Method):
         self._check_model(split)
         batching = None
         if self.batch_size is not None:
-            batching = batches.plan(split, stack, Weighting(1), self.batch_size, None)
-            batches.certify(split, stack, batching, None)
+            batching = batches.plan(split, stack.example, Weighting(1), self.batch_size, None)
+            batches.certify(split, stack.example, batching, None)
         own = flat(split)
         rows = np.concatenate([np.atleast_1d(jax.vmap(own.rows)(bucket.mask)) for bucket in stack.buckets])
         num = len(stack.names)
@@ -211,7 +211,7 @@ class Averaging(Method):
             "part": None if batching is None else once(batching.axis),
             "batching": batching,
             "total": float(rows.mean() * num),
-            "known": len(rows) == num,  # else these are examples from a store
+            "known": stack.source is None,  # else these are examples from a store
             "most_rows": int(rows.max()),
             "num_silos": num,
         }

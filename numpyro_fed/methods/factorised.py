@@ -19,7 +19,7 @@ import numpy as np
 from numpyro_fed import schedules, sites, start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.engines.base import Stack, identities
-from numpyro_fed.families import Natural, as_family, either, product, quotient, single
+from numpyro_fed.families import Natural, as_family, either, power, product, quotient, single
 from numpyro_fed.frames import Frame
 from numpyro_fed.guides.local import draw_rows
 from numpyro_fed.methods.base import Method, Prepared
@@ -71,6 +71,7 @@ class Sent(NamedTuple):
 
     q: Natural
     settling: Array  # bool: not every silo has been heard yet
+    site: Any = ()  # the one of all silos, where sites are tied: what a silo receives of its own is its share
 
 
 class Message(NamedTuple):
@@ -302,7 +303,11 @@ class Factorised(Method):
 
         def broadcast(key: Array, server: Server) -> Broadcast:
             q = sites.posterior(server.sites, self.tied)
-            return Broadcast(Sent(family.pack(q), settling(server, q)), family.pack(sites.of(server.sites, shares)))
+            if shares is None:
+                return Broadcast(Sent(family.pack(q), settling(server, q)), family.pack(server.sites.each))
+            with jax.enable_x64(True):
+                own = jnp.asarray(shares, jnp.float64)
+            return Broadcast(Sent(family.pack(q), settling(server, q), family.pack(server.sites.each)), own)
 
         def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
             frame, found = start_frame(split, data), components_of(split, data) if marginal.rows == "indexed" else None
@@ -311,7 +316,10 @@ class Factorised(Method):
         def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
             sent = broadcast.common
             q = family.unpack(sent.q)
-            ask = Ask(family, q, family.unpack(broadcast.each), sent.settling, not self.tied)
+            site = family.unpack(broadcast.each if shares is None else sent.site)
+            if shares is not None:
+                site = power(site, broadcast.each)
+            ask = Ask(family, q, site, sent.settling, not self.tied)
             factor = silo_factor(split, marginal, data, silo.components)
             found = solver.solve(key, ask, factor, silo.frame, silo.own)
             change = quotient(found.natural, q)
@@ -404,8 +412,12 @@ class Factorised(Method):
     def adopt(self, split: SplitModel, server: Server, silos: tuple, found: start.Found) -> tuple[Server, tuple]:
         """Sites, equal parts, whose product with the prior is what another method found."""
         family, num = as_family(self.family), server.visits.shape[0]
-        root = np.asarray(np.diag(found.sd) if found.chol is None else found.chol, np.float64)
-        q = family.project(np.asarray(found.loc, np.float64), root @ root.T)
+        mean, sd = np.asarray(found.loc, np.float64), np.asarray(found.sd, np.float64)
+        if found.chol is None:
+            covariance = np.diag(sd**2) if family.kind == "full" else sd**2
+        else:
+            covariance = np.asarray(found.chol, np.float64) @ np.asarray(found.chol, np.float64).T
+        q = family.project(mean, covariance)
         rest = quotient(q, server.sites.prior)
         with jax.enable_x64(True):
             if self.tied:
@@ -435,8 +447,6 @@ class Factorised(Method):
         """A fit of this method as the start of another run."""
         family, q = as_family(self.family), self.q(server)
         mean, root = single(family.moments(q))
-        full = root if root.ndim == 2 else jnp.diag(root)
-        precision = single(family.dense(q).precision)
 
         def one(state: SiloState) -> start.SiloState:
             kept = state.kept
@@ -444,8 +454,10 @@ class Factorised(Method):
             return start.SiloState(kept.mean(mean), scale, kept.coupling)
 
         local = tuple(jax.vmap(one)(state) for state in silos) if split.groups else ()
-        sd = jax.lax.rsqrt(jnp.diagonal(precision))
-        return start.Found(mean, full, sd, dict(split.theta), {}, local)
+        if root.ndim < 2:
+            return start.Found(mean, None, jnp.broadcast_to(root, mean.shape), dict(split.theta), {}, local)
+        sd = jax.lax.rsqrt(jnp.diagonal(single(q.precision)))
+        return start.Found(mean, root, sd, dict(split.theta), {}, local)
 
     # --- what a fit asks for ----------------------------------------------------------------------------------------
 
@@ -459,6 +471,10 @@ class Factorised(Method):
         q = self.q(server)
         cov = np.asarray(family.covariance(q))
         return np.asarray(family.mean(q)), cov if cov.ndim == 2 else np.diag(cov)
+
+    def mode(self, split: SplitModel, server: Server) -> Array:
+        """The posterior's mean, which is its mode."""
+        return single(as_family(self.family).mean(self.q(server)))
 
     def theta(self, server: Server) -> dict[str, Array]:
         return {}

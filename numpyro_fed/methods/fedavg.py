@@ -12,6 +12,7 @@ from numpyro_fed.split_model import SplitModel
 
 Array = Any
 LOCAL_STEPS = 10
+ROUNDS, MOST_ROUNDS = 100, 1000  # by default; a cohort stands for all silos
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class FedAvg(Averaging):
     """
 
     def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
-        return 100 * sweep
+        return min(ROUNDS * sweep, MOST_ROUNDS)
 
     def _steps(self, flat: Flat, most_rows: int) -> int:
         if self.local_steps is not None:

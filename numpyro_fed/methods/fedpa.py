@@ -32,6 +32,7 @@ from numpyro_fed.engines.base import Stack
 from numpyro_fed.families import single
 from numpyro_fed.methods.averaging import Averaging, Flat, Sent, Server, flat
 from numpyro_fed.methods.base import Prepared
+from numpyro_fed.methods.fedavg import MOST_ROUNDS, ROUNDS
 from numpyro_fed.optim import falling
 from numpyro_fed.padding import SiloData
 from numpyro_fed.partition import PartitionError
@@ -42,7 +43,6 @@ Array = Any
 FEW, MANY = 20, 100  # dimensions: up to which there are plenty of samples, and from which there are few
 PLENTY = 10  # samples for each dimension, so that a covariance needs no shrinking
 THINNING, WARMUP = 10, 200  # steps of Langevin dynamics: between two samples, and before the first
-ROUNDS = 100
 DENSE = 200  # dimensions up to which the posterior keeps every direction, else so many at most
 MOST_SAMPLED = 500  # dimensions in which a Hessian is still a good idea
 MOMENTUM = 0.9
@@ -151,7 +151,7 @@ class FedPA(Averaging):
         return self.burn_in_rounds
 
     def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
-        return self.burn_in_rounds + ROUNDS * sweep
+        return self.burn_in_rounds + min(ROUNDS * sweep, MOST_ROUNDS)
 
     def _check_model(self, split: SplitModel) -> None:
         super()._check_model(split)

@@ -49,7 +49,8 @@ def node_check(split: SplitModel, family: Normal, marginal: Marginal, posterior:
         return Message(eps.T @ change / num), silo
 
     def aggregate(messages: Message, cohort: Cohort) -> Array:
-        return jnp.sum(messages.shift, axis=0)
+        # those who were asked stand for all
+        return cohort.num_silos / len(cohort.index) * jnp.sum(messages.shift, axis=0)
 
     def server_step(key: Array, server: Any, shift: Array) -> tuple[Any, dict]:
         return server, {"loss": jnp.zeros(()), "node_shift": jnp.max(jnp.abs(shift))}
