@@ -1,0 +1,343 @@
+"""FedPA and FedAvg: closed forms, laws, errors; every figure of the paper is in test_fedpa_paper.py."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer import init_to_value
+
+import numpyro_fed as nf
+
+D = 3
+
+
+def regression(x, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 2).expand([D]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ b, 1.0), obs=y)
+
+
+def logistic(x, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 2).expand([D]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ b), obs=y)
+
+
+def random_effects(x, y=None):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        alpha = numpyro.sample("alpha", dist.Normal(mu, 1))
+        numpyro.sample("y", dist.Normal(alpha, 1.0), obs=y)
+
+
+def learned(x, y=None):
+    """Its slopes are params: a flax network would be, too."""
+    b = numpyro.param("b", jnp.zeros(D))
+    c = numpyro.sample("c", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ b + c, 1.0), obs=y)
+
+
+def unlike(sizes=(30, 50, 20), seed=0, classes=False):
+    """Silos with covariates and coefficients of their own."""
+    rng = np.random.default_rng(seed)
+    dtype = np.asarray(jnp.zeros(())).dtype
+    b, silos = rng.normal(size=D), {}
+    for j, n in enumerate(sizes):
+        x = rng.normal(size=(n, D)) * rng.uniform(0.5, 1.5, D)
+        scores = x @ (b + 0.4 * rng.normal(size=D))
+        y = (rng.uniform(size=n) < 1 / (1 + np.exp(-scores))).astype(int) if classes else scores + rng.normal(size=n)
+        silos[f"silo {j}"] = dict(x=x.astype(dtype), y=y if classes else y.astype(dtype))
+    return nf.Silos(silos)
+
+
+def normal_posterior(silos, prior=True):
+    x, y = (np.concatenate([silos[name][part] for name in silos.names]).astype(float) for part in ("x", "y"))
+    cov = np.linalg.inv(x.T @ x + (np.eye(D) / 4 if prior else 0))
+    return cov @ x.T @ y, cov
+
+
+def run(method, silos, num_rounds=60, seed=0, **options):
+    return method.run(jax.random.key(seed), silos, num_rounds, progress_bar=False, **options)
+
+
+@pytest.fixture(scope="module")
+def linear():
+    silos = unlike()
+    return silos, run(nf.FedPA(regression), silos)
+
+
+def shift(fit, silos, prior=True):
+    """Of the mode, in posterior sds."""
+    mean, cov = normal_posterior(silos, prior)
+    return np.max(np.abs(np.asarray(fit.method.mode(fit.split, fit.state.server)) - mean) / np.sqrt(np.diag(cov)))
+
+
+# --- what it targets --------------------------------------------------------------------------------------------------
+
+
+def test_posterior_averaging_finds_the_mode_and_the_posterior(linear):
+    silos, fit = linear
+    _, cov = normal_posterior(silos)
+    assert shift(fit, silos) < 0.01  # float32: the gradient of 100 rows is right to 1e-6 of its terms
+    found = fit.method.normal(fit.split, fit.state.server)[1]
+    np.testing.assert_allclose(found, cov, rtol=0.02, atol=1e-5)
+    draws = np.asarray(fit.sample(jax.random.key(1), 4000)["b"])
+    np.testing.assert_allclose(np.std(draws, axis=0), np.sqrt(np.diag(cov)), rtol=4 / np.sqrt(2 * 4000))
+
+
+@pytest.mark.parametrize("sampler", ["laplace", "nuts"])
+def test_other_samplers_find_the_mode(sampler):
+    silos = unlike()
+    assert shift(run(nf.FedPA(regression, sampler=sampler, num_samples=40, rho=math.inf), silos), silos) < 0.01
+
+
+def test_a_sampler_of_ones_own_sees_the_silos_log_density():
+    """Exact draws from the density's gradient and Hessian at the start, without Stein's correction."""
+
+    def exact(rng_key, start, log_density, num_samples):
+        a = -jax.hessian(log_density)(start)
+        mean = start + jnp.linalg.solve(a, jax.grad(log_density)(start))
+        eps = jax.random.normal(rng_key, (num_samples, start.shape[0]))
+        return mean + eps @ jnp.linalg.inv(jnp.linalg.cholesky(a))
+
+    silos = unlike()
+    fit = run(nf.FedPA(regression, sampler=exact, num_samples=200, rho=math.inf, stein=False), silos)
+    assert shift(fit, silos) < 0.5  # noise: each silo's slope is known to sqrt(3 / 200), silos are several sds apart
+
+
+def test_without_the_prior_the_target_is_the_likelihood():
+    silos = unlike(sizes=(8, 9, 7))
+    fit = run(nf.FedPA(regression, prior=False, posterior=False, sampler="laplace"), silos)
+    assert shift(fit, silos, prior=False) < 0.01
+    assert shift(fit, silos) > 0.02
+
+
+def test_one_local_step_is_gradient_descent_and_many_stop_elsewhere():
+    silos = unlike()
+    one, many = (run(nf.FedAvg(regression, local_steps=steps), silos, 200) for steps in (1, 50))
+    assert shift(one, silos) < 0.01
+    assert shift(many, silos) > 1
+
+
+def test_a_step_of_federated_averaging_by_hand(x64):
+    silos = unlike()
+    rate, begin = 0.1, np.full(D, 0.5)
+    method = nf.FedAvg(
+        regression, optim=optax.sgd(rate), local_steps=2, proximal=0.3, init_loc_fn=init_to_value(values={"b": begin})
+    )
+    fit = run(method, silos, 1)
+    total = sum(len(silos[name]["y"]) for name in silos.names)
+    expected = np.zeros(D)
+    for name in silos.names:
+        x, y = silos[name]["x"], silos[name]["y"]
+        w = begin.copy()
+        for _ in range(2):
+            w = w - rate * (-x.T @ (y - x @ w) / len(y) + w / 4 / total + 0.3 * (w - begin))
+        expected += len(y) / total * w
+    np.testing.assert_allclose(fit.state.server.z, expected, rtol=1e-10)
+
+
+def test_rho_zero_is_federated_averaging_of_averaged_iterates(x64):
+    """One sample's worth of steps twice, deterministic: Delta is the distance to the mean of the samples."""
+    silos = unlike()
+    begin = init_to_value(values={"b": np.full(D, 0.5)})
+
+    def iterates(rng_key, start, log_density, num_samples):
+        step = lambda x, _: (x + 0.01 * jax.grad(log_density)(x),) * 2
+        return jax.lax.scan(step, start, None, num_samples)[1]
+
+    method = nf.FedPA(
+        regression, sampler=iterates, num_samples=4, rho=0.0, stein=False, prior=False, burn_in_rounds=0,
+        server_optim=optax.sgd(1.0), posterior=False, init_loc_fn=begin,
+    )  # fmt: skip
+    fit = run(method, silos, 1)
+    total = sum(len(silos[name]["y"]) for name in silos.names)
+    expected = np.zeros(D)
+    for name in silos.names:
+        x, y = silos[name]["x"], silos[name]["y"]
+        w, mean = np.full(D, 0.5), np.zeros(D)
+        for _ in range(4):
+            w = w + 0.01 * x.T @ (y - x @ w)
+            mean += w / 4
+        expected += len(y) / total * mean
+    np.testing.assert_allclose(fit.state.server.z, expected, rtol=1e-10)
+
+
+def test_logistic_regression_comes_close_to_nuts():
+    silos = unlike(sizes=(60, 80, 40), classes=True)
+    fit = run(nf.FedPA(logistic), silos)
+    reference = nf.nuts(logistic, silos, rng_key=jax.random.key(1), num_samples=2000, num_chains=2, progress_bar=False)
+    table = nf.compare({"FedPA": fit}, reference=reference).table
+    # a mode where NUTS has a mean, and silos whose posteriors are skew: measured .06 and 4 %
+    assert np.max(np.abs(table.mean_shift)) < 0.25
+    assert np.all((table.sd_ratio > 0.85) & (table.sd_ratio < 1.15))
+
+
+def test_minibatches_reach_the_neighbourhood():
+    silos = unlike()
+    fit = run(nf.FedPA(regression, batch_size=5, steps_per_sample=60, burn_in=60, num_samples=30), silos)
+    assert shift(fit, silos) < shift(run(nf.FedAvg(regression, local_steps=50), silos), silos)
+
+
+# --- params, many dimensions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [nf.FedAvg(learned, local_steps=1), nf.FedPA(learned, sampler="laplace")])
+def test_params_are_learned_with_the_globals(method):
+    silos = unlike()
+    fit = run(method, silos, 150)
+    x, y = (np.concatenate([silos[name][part] for name in silos.names]).astype(float) for part in ("x", "y"))
+    x = np.column_stack([np.ones(len(x)), x])
+    expected = np.linalg.solve(x.T @ x + np.diag([1.0, 0, 0, 0]), x.T @ y)
+    np.testing.assert_allclose(fit.params["b"], expected[1:], atol=2e-3)
+    np.testing.assert_allclose(np.mean(fit.sample(jax.random.key(0), 2000)["c"]), expected[0], atol=0.02)
+
+
+WIDE = 300
+
+
+def wide(x, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 0.1).expand([WIDE]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ b, 1.0), obs=y)
+
+
+@pytest.fixture(scope="module")
+def many_dimensions():
+    rng = np.random.default_rng(0)
+    silos = nf.Silos(
+        [dict(x=rng.normal(size=(n, WIDE)).astype("f"), y=rng.normal(size=n).astype("f")) for n in (20, 30)]
+    )
+    return silos, run(nf.FedPA(wide, num_samples=8), silos, 10)
+
+
+def test_in_many_dimensions_the_posterior_is_low_rank_and_diagonal(many_dimensions):
+    """Fewer observations than parameters: the prior's variances, less what the samples know."""
+    _, fit = many_dimensions
+    posterior = fit.state.server.posterior
+    assert posterior.sds.shape == (WIDE,) and posterior.factor.shape == (16, WIDE)
+    draws = np.asarray(fit.sample(jax.random.key(0), 2000)["b"])
+    _, cov = fit.method.normal(fit.split, fit.state.server)
+    np.testing.assert_allclose(np.var(draws, axis=0), np.diag(cov), rtol=5 * np.sqrt(2 / 2000))
+    assert np.all(np.diag(cov) <= 0.1**2 * 1.001) and np.all(np.diag(cov) > 0)
+
+
+def test_low_rank_and_dense_posteriors_agree(many_dimensions, monkeypatch):
+    from numpyro_fed.methods import fedpa
+
+    silos, low = many_dimensions
+    monkeypatch.setattr(fedpa, "DENSE", 1000)
+    dense = run(nf.FedPA(wide, num_samples=8), silos, 10)
+    covariances = [fit.method.normal(fit.split, fit.state.server)[1] for fit in (low, dense)]
+    np.testing.assert_allclose(*covariances, atol=2e-3 * 0.1**2)
+
+
+def test_the_messages_are_as_long_as_the_parameters(many_dimensions, linear):
+    for (silos, fit), d, num in ((many_dimensions, WIDE, 8), (linear, D, 3)):
+        up = fit.history["bytes_up"] / silos.num_silos
+        assert np.all(up[:-1] < 4 * d + 80)
+        assert 4 * d * num < up[-1] < 4 * d * (num + 2) + 300  # the closing round's is l vectors
+
+
+def test_the_bound_is_the_evidence_where_the_posterior_is_normal(linear):
+    silos, fit = linear
+    x, y = (np.concatenate([silos[name][part] for name in silos.names]).astype(float) for part in ("x", "y"))
+    evidence = dist.MultivariateNormal(jnp.zeros(len(y)), jnp.asarray(4 * x @ x.T + np.eye(len(y)))).log_prob(y)
+    assert fit.elbo() == pytest.approx(float(evidence), abs=0.05)
+
+
+# --- laws -------------------------------------------------------------------------------------------------------------
+
+METHODS = {
+    "FedAvg": nf.FedAvg(regression, local_steps=3),
+    "minibatches": nf.FedAvg(regression, local_steps=3, batch_size=4, optim=optax.sgd(0.05)),
+    "FedPA": nf.FedPA(regression, num_samples=5, burn_in=3, steps_per_sample=2, burn_in_rounds=1, rho=0.1),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_engines_agree(name):
+    silos = unlike()
+    fast, plain = (run(METHODS[name], silos, 3, engine=e) for e in (nf.engines.Vmap(), nf.engines.Loopback()))
+    np.testing.assert_allclose(fast.state.server.z, plain.state.server.z, rtol=2e-4, atol=1e-5)
+    assert np.array_equal(fast.history["bytes_up"][:-1], plain.history["bytes_up"][:-1])
+
+
+def test_a_run_in_two_parts_is_one_run():
+    silos = unlike()
+    method = nf.FedAvg(regression, local_steps=3, batch_size=4, optim=optax.sgd(0.05), server_optim=optax.adam(0.1))
+    whole, first = run(method, silos, 6), run(method, silos, 2)
+    rest = run(method, silos, 4, init_state=first.state)
+    np.testing.assert_allclose(rest.state.server.z, whole.state.server.z, rtol=1e-5)
+
+
+def test_cohorts_and_sizes():
+    """Half of the silos a round: what was asked in the closing round stands for all."""
+    silos = unlike(sizes=(30, 30, 30, 30))
+    fit = run(nf.FedPA(regression), silos, 40, schedule=nf.schedules.sampled(2))
+    _, cov = normal_posterior(silos)
+    sds = np.sqrt(np.diag(fit.method.normal(fit.split, fit.state.server)[1]))
+    assert np.all((sds > 0.6 * np.sqrt(np.diag(cov))) & (sds < 1.6 * np.sqrt(np.diag(cov))))
+
+
+def test_a_fit_is_saved_and_other_methods_start_from_it(linear, tmp_path):
+    silos, fit = linear
+    loaded = nf.load(fit.save(tmp_path / "fit"), nf.FedPA(regression))
+    same = [one.sample(jax.random.key(3), 5)["b"] for one in (fit, loaded)]
+    np.testing.assert_array_equal(*same)
+    ep = run(nf.EP(regression), silos, 2, init_state=fit)
+    assert shift(ep, silos) < 0.01
+    again = run(nf.FedAvg(regression, local_steps=1, optim=optax.sgd(1e-4)), silos, 1, init_state=ep)
+    assert shift(again, silos) < 0.02  # where EP was
+
+
+def test_a_point_estimate_has_the_interface_of_a_fit(tmp_path):
+    silos = unlike()
+    fit = run(nf.FedAvg(regression), silos, 3)
+    draws = np.asarray(fit.sample(jax.random.key(0), 7)["b"])
+    assert draws.shape == (7, D) and np.ptp(draws, axis=0).max() == 0
+    assert fit.summary().shape[0] == D and "FedAvg" in repr(fit)
+    assert fit.predict(jax.random.key(0), silo="silo 1")["y"].shape == (1000, 50)
+    with pytest.raises(ValueError, match="no evidence bound"):
+        fit.elbo()
+    with pytest.raises((TypeError, ValueError)):
+        fit.correct(jax.random.key(0))
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [nf.FedAvg, nf.FedPA])
+def test_local_latents_get_the_names_of_methods_that_take_them(method):
+    with pytest.raises(nf.PartitionError, match=r"nf\.Fed\w+ .*local latents \('alpha'\).*nf\.SFVI, nf\.EP"):
+        run(method(random_effects), unlike())
+
+
+@pytest.mark.parametrize(
+    "make, told",
+    [
+        (lambda: nf.FedPA(regression, sampler="gibbs"), "use 'iasg', 'laplace', 'nuts', or a function"),
+        (lambda: nf.FedPA(regression, rho=-1), "rho is -1"),
+        (lambda: nf.FedPA(regression, num_samples=1), "num_samples must be an int of at least 2"),
+        (lambda: nf.FedPA(regression, optim=optax.sgd(0.1)), "pass batch_size=20"),
+        (lambda: nf.FedAvg(regression, local_steps=0), "local_steps must be an int of at least 1"),
+        (lambda: nf.FedAvg(regression, proximal=-1.0), "proximal must be a number of at least 0"),
+        (lambda: nf.FedAvg(regression, optim="adam"), "optim must be an optax optimiser"),
+        (lambda: nf.FedAvg(regression, prior=1), "prior is True"),
+        (lambda: nf.FedAvg(regression, init_loc_fn=3), "init_loc_fn is a NumPyro initialisation strategy"),
+    ],
+)
+def test_settings_are_checked(make, told):
+    with pytest.raises((TypeError, ValueError), match=told):
+        make()
+
+
+def test_plain_covariances_need_more_samples_than_dimensions():
+    with pytest.raises(ValueError, match=r"num_samples=30, or rho='oas'"):
+        run(nf.FedPA(regression, rho=math.inf, num_samples=3), unlike())
