@@ -31,6 +31,7 @@ import numpyro.distributions as dist
 import optax
 import pandas as pd
 from numpyro.contrib.module import random_nnx_module
+from numpyro.infer import init_to_median
 
 import numpyro_fed as nf
 from numpyro_fed.evaluate import evaluate
@@ -80,6 +81,8 @@ def methods(args):
     return {
         "SEP": (nf.SEP(model, family="diagonal", solver=nf.solvers.NGVI(num_steps=args.num_steps)), args.num_rounds),
         "SFVI": (nf.SFVI(model, guide=diagonal, optim=falling), args.sfvi_rounds),
+        "FedPA": (nf.FedPA(model, batch_size=10, init_loc_fn=init_to_median), args.num_rounds),
+        "FedAvg": (nf.FedAvg(model, batch_size=10, init_loc_fn=init_to_median), args.num_rounds),
     }
 
 

@@ -43,6 +43,8 @@ METHODS = {
         random_network, **linear(nf.solvers.IASG(num_steps=2, num_chains=2, num_samples=3, num_warmup=1))
     ),
     "PVI": nf.PVI(random_network, **linear(nf.solvers.Gradient(num_steps=2))),
+    "FedAvg": nf.FedAvg(random_network, local_steps=2),
+    "FedPA": nf.FedPA(random_network, num_samples=3, burn_in=2, steps_per_sample=2, burn_in_rounds=1),
 }
 
 
@@ -129,6 +131,16 @@ def test_theta_of_a_network_is_a_pytree_that_evaluation_leaves_alone():
     jax.jit(lambda theta: split.log_silo(jnp.zeros(1), split.zeros_local(one.mask), theta, one))(split.theta)
     jax.tree.map(np.testing.assert_array_equal, split.theta, start)
     jax.tree.map(np.testing.assert_array_equal, split.constrain_theta(split.theta), start)
+
+
+def test_averaging_learns_a_network_and_shows_its_weights():
+    """The last layer has a prior, the others are params."""
+    case = MODELS["last layer"]
+    fit = nf.FedAvg(case.model).run(jax.random.key(0), case.silos(), 3, progress_bar=False)
+    assert np.all(ravel_pytree(fit.params)[0] != ravel_pytree(fit.split.theta)[0])
+    table = fit.summary(num_samples=2)
+    assert list(table.role).count("param") == 6 and list(table.role).count("global") == 3
+    assert "net$params.hidden.kernel[0, 1]" in table.index
 
 
 @pytest.mark.parametrize("name", ["learned network", "last layer"])

@@ -179,6 +179,10 @@ class Averaging(Method):
         """Rounds of federated averaging at the beginning; None: all of them."""
         return None
 
+    def _batch_size(self, flat: Flat) -> int | None:
+        """Rows that a step looks at; None: all of them."""
+        return self.batch_size
+
     def _steps(self, flat: Flat, most_rows: int) -> int:
         """Of a silo in a round of federated averaging."""
         raise NotImplementedError
@@ -197,11 +201,11 @@ class Averaging(Method):
 
     def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
         self._check_model(split)
-        batching = None
-        if self.batch_size is not None:
-            batching = batches.plan(split, stack.example, Weighting(1), self.batch_size, None)
+        own, batching = flat(split), None
+        size = self._batch_size(own)
+        if size is not None:
+            batching = batches.plan(split, stack.example, Weighting(1), size, None)
             batches.certify(split, stack.example, batching, None)
-        own = flat(split)
         rows = np.concatenate([np.atleast_1d(jax.vmap(own.rows)(bucket.mask)) for bucket in stack.buckets])
         num = len(stack.names)
         once = lambda axis: jax.jit(partial(own.log_likelihood, axis), inline=True)  # traced once, used many times

@@ -32,7 +32,7 @@ from numpyro_fed.engines.base import Stack
 from numpyro_fed.families import single
 from numpyro_fed.methods.averaging import Averaging, Flat, Sent, Server, flat
 from numpyro_fed.methods.base import Prepared
-from numpyro_fed.methods.fedavg import MOST_ROUNDS, ROUNDS
+from numpyro_fed.methods.fedavg import LOCAL_STEPS, MOST_ROUNDS, ROUNDS
 from numpyro_fed.optim import falling
 from numpyro_fed.padding import SiloData
 from numpyro_fed.partition import PartitionError
@@ -41,6 +41,7 @@ from numpyro_fed.split_model import SplitModel
 
 Array = Any
 FEW, MANY = 20, 100  # dimensions: up to which there are plenty of samples, and from which there are few
+BATCH, RHO = 20, 1e-3  # in many dimensions
 PLENTY = 10  # samples for each dimension, so that a covariance needs no shrinking
 THINNING, WARMUP = 10, 200  # steps of Langevin dynamics: between two samples, and before the first
 DENSE = 200  # dimensions up to which the posterior keeps every direction, else so many at most
@@ -86,7 +87,7 @@ class FedPA(Averaging):
         server_optim: the server's optax optimiser; it is given the gradient of the mean loss. By default momentum with
             steps of one over the largest curvature that silos report, falling on a cosine.
         batch_size: rows of a silo that a step looks at, drawn with replacement. By default all of them, with Langevin's
-            noise.
+            noise; above 100 dimensions 20.
         local_steps: of the rounds of federated averaging at the beginning; by default 10, with minibatches as many as
             the later rounds have.
         proximal: FedProx's mu, in the rounds of federated averaging.
@@ -99,7 +100,8 @@ class FedPA(Averaging):
         rho: how sample covariances are shrunk: ``"oas"`` or ``"rblw"`` choose from the samples; a number is the paper's
             :math:`\rho`, with :math:`\hat\Sigma = I / (1 + (\ell - 1) \rho) + \dots`, in units of mean losses (0 is the
             identity); ``math.inf`` takes the sample covariance as it is, for more samples than dimensions, and is the
-            default with ten times as many. Else that is ``"oas"``.
+            default with ten times as many. Else that is ``"oas"``, and .001 above 100 dimensions, where silos' samples
+            say little of their posteriors' scales.
         steps_per_sample: K; by default an epoch of the largest silo, or 10 steps with Langevin's noise.
         burn_in: steps before the first sample of a visit; by default an epoch, or 200.
         burn_in_rounds: rounds of federated averaging at the beginning.
@@ -177,21 +179,30 @@ class FedPA(Averaging):
     def _rho(self, flat: Flat) -> Any:
         if self.rho is not None:
             return self.rho
-        return math.inf if self._num(flat) >= PLENTY * flat.size else "oas"
+        if self._num(flat) >= PLENTY * flat.size:
+            return math.inf
+        return RHO if flat.size > MANY else "oas"
 
-    def _epoch(self, most_rows: int, else_: int) -> int:
-        return else_ if self.batch_size is None else max(1, -(-most_rows // self.batch_size))
+    def _batch_size(self, flat: Flat) -> int | None:
+        """Above many dimensions a silo's posterior is flat in most of them, and Langevin's noise would go astray."""
+        if self.batch_size is None and self.sampler == "iasg" and flat.size > MANY:
+            return BATCH
+        return self.batch_size
+
+    def _epoch(self, flat: Flat, most_rows: int, else_: int) -> int:
+        size = self._batch_size(flat)
+        return else_ if size is None else max(1, -(-most_rows // size))
 
     def _walked(self, flat: Flat, most_rows: int) -> tuple[int, int, int]:
         """Steps before the first sample, samples, and steps for each."""
-        before = self._epoch(most_rows, WARMUP) if self.burn_in is None else self.burn_in
-        return before, self._num(flat), self.steps_per_sample or self._epoch(most_rows, THINNING)
+        before = self._epoch(flat, most_rows, WARMUP) if self.burn_in is None else self.burn_in
+        return before, self._num(flat), self.steps_per_sample or self._epoch(flat, most_rows, THINNING)
 
     def _steps(self, flat: Flat, most_rows: int) -> int:
         if self.local_steps is not None:
             return self.local_steps
         before, num, each = self._walked(flat, most_rows)
-        return before + num * each if self.batch_size is not None else 10
+        return LOCAL_STEPS if self._batch_size(flat) is None else before + num * each
 
     def _server_default(self) -> Any:
         return optax.chain(optax.trace(MOMENTUM, nesterov=True), falling(0.5, 0.0005))
