@@ -269,7 +269,6 @@ def run_delta(args):
                 [f"{d:,}", rho, f"{first:.2f}", f"{second:.2f}", f"{100 * (ratio - 1):+.1f} %"]
                 + [*paper, f"{100 * (paper[1] / paper[0] - 1):+.0f} %"]
             )
-            print(rows[-1], flush=True)
     print(table(["d", "rho", "FedAvg, ms", "FedPA, ms", "more", "paper: FedAvg", "FedPA", "more"], rows))
 
 
