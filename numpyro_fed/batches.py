@@ -177,6 +177,22 @@ def take(split: SplitModel, batching: Batching, key: Array, data: SiloData, foun
     return take_rows(split, batching, data, found, chosen, total)
 
 
+def with_replacement(split: SplitModel, batching: Batching, key: Array, data: SiloData) -> Taken:
+    """Rows drawn independently: the noise of a minibatch is then that of independent observations in any silo."""
+    total = jnp.sum(data.mask[batching.axis]) // batching.rows
+    chosen = jax.random.randint(key, (batching.size,), 0, total)
+    return take_rows(split, batching, data, None, chosen, total)
+
+
+def log_silo(split: SplitModel, z: Array, theta: dict, taken: Taken) -> Array:
+    """The silo's term from a minibatch, of a model without local latents: right on average."""
+    batch, total = taken.batch, jnp.zeros(())
+    for name, term in split.evaluate(z, {}, theta, taken.data).terms.items():
+        along = any(axis == batch.axis for axis, _ in split.partition[name].axes)
+        total = total + (batch.factor * jnp.sum(term) if along else jnp.sum(term))
+    return total
+
+
 def take_rows(
     split: SplitModel, batching: Batching, data: SiloData, found: Components | None, chosen: Array, total: Array
 ) -> Taken:

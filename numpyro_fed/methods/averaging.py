@@ -102,14 +102,16 @@ class Flat(NamedTuple):
         found = jax.jit(lambda signs: jnp.mean(jax.lax.map(times, signs), axis=0), compiler_options=UNOPTIMISED)
         return np.asarray(found(signs), np.float64)
 
-    def log_likelihood(self, axis: str | None, w: Array, data: SiloData, factor: Any = 1.0) -> Array:
-        """Of a silo. Terms along ``axis`` count ``factor`` times: for the rows that are not in a minibatch, too."""
+    def log_likelihood(self, w: Array, data: SiloData) -> Array:
+        """Of a silo."""
         z, theta = self.parts(w)
-        total = jnp.zeros(())
-        for name, term in self.split.evaluate(z, {}, theta, data).terms.items():
-            along = axis is not None and any(axis == own for own, _ in self.split.partition[name].axes)
-            total = total + (factor * jnp.sum(term) if along else jnp.sum(term))
-        return total
+        return self.split.log_silo(z, {}, theta, data)
+
+    def estimate(self, batching: batches.Batching, w: Array, data: SiloData, key: Array) -> Array:
+        """The same from a minibatch."""
+        taken = batches.with_replacement(self.split, batching, key, data)
+        z, theta = self.parts(w)
+        return batches.log_silo(self.split, z, theta, taken)
 
     def rows(self, mask: dict[str, Array]) -> Array:
         """The silo's number of observations."""
@@ -208,11 +210,11 @@ class Averaging(Method):
             batches.certify(split, stack.example, batching, None)
         rows = np.concatenate([np.atleast_1d(jax.vmap(own.rows)(bucket.mask)) for bucket in stack.buckets])
         num = len(stack.names)
-        once = lambda axis: jax.jit(partial(own.log_likelihood, axis), inline=True)  # traced once, used many times
+        once = lambda function: jax.jit(function, inline=True)  # traced once, used many times
         notes = {
             "flat": own,
-            "whole": once(None),
-            "part": None if batching is None else once(batching.axis),
+            "whole": once(own.log_likelihood),
+            "part": None if batching is None else once(partial(own.estimate, batching)),
             "batching": batching,
             "total": float(rows.mean() * num),
             "known": stack.source is None,  # else these are examples from a store
@@ -346,11 +348,7 @@ class Averaging(Method):
             if batching is None or key is None:
                 value = -notes["whole"](x, data) / number
             else:
-                rows = jnp.sum(data.mask[batching.axis])
-                # with replacement: the noise of a minibatch is then that of independent observations in any silo
-                chosen = jax.random.randint(key, (batching.size,), 0, rows)
-                taken = batches.take_rows(own.split, batching, data, None, chosen, rows)
-                value = -notes["part"](x, taken.data, taken.batch.factor) / number
+                value = -notes["part"](x, data, key) / number
             rest = 0.5 * self.proximal * jnp.sum((x - w) ** 2)
             if share is not None:
                 rest = rest - share * own.log_prior(x)

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed import schedules, sites, start
+from numpyro_fed import batches, schedules, sites, start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.batches import Batching
+from numpyro_fed.bound import Weighting
 from numpyro_fed.engines.base import Stack, identities
 from numpyro_fed.families import Natural, as_family, either, power, product, quotient, single
 from numpyro_fed.frames import Frame
@@ -138,7 +140,8 @@ class Factorised(Method):
         solver, marginal = self._choose(split, stack, find)
         prior = normal_prior(split, as_family(self.family))
         shares = self._shares(split, stack) if self.tied else None
-        algorithm = self.algorithm(split, solver, marginal, prior, stack.names, shares)
+        batching = self._batching(split, stack, solver)
+        algorithm = self.algorithm(split, solver, marginal, prior, stack.names, shares, batching)
         notes: dict[str, Any] = {"solver": solver, "marginal": marginal, "find": find, "prior": prior}
         if marginal.kind == "quadrature" and marginal.num > 1 and split.dim <= MOST_DENSE:
             notes["nodes"] = node_check(split, as_family(self.family), marginal, self.q)
@@ -217,6 +220,17 @@ class Factorised(Method):
         default = {"quadrature": NODES.get(size, 1), "iw": DRAWS, "joint": 1}[kind]
         return solver, Marginal(kind, solver.num_nodes or default, rows)
 
+    def _batching(self, split: SplitModel, stack: Stack, solver: Solver) -> Batching | None:
+        """The solver's minibatches, if it takes them."""
+        size = getattr(solver, "batch_size", None)
+        if size is None:
+            return None
+        if split.groups:
+            raise ValueError("batch_size= of a solver is for models without local latents: leave it out")
+        batching = batches.plan(split, stack.example, Weighting(1), size, None)
+        batches.certify(split, stack.example, batching, None)
+        return batching
+
     def _shares(self, split: SplitModel, stack: Stack) -> np.ndarray:
         """Each silo's share of the observations."""
         observed = [s for s in split.partition.sites if s.role in ("observed", "factor") and not s.at_server]
@@ -268,6 +282,7 @@ class Factorised(Method):
         prior: Any,
         names: tuple[str, ...],
         shares: np.ndarray | None,
+        batching: Batching | None = None,
     ) -> FederatedAlgorithm:
         """The method as pure functions; see :mod:`numpyro_fed.algorithm`."""
         family, d, num = as_family(self.family), split.dim, len(names)
@@ -320,7 +335,7 @@ class Factorised(Method):
             if shares is not None:
                 site = power(site, broadcast.each)
             ask = Ask(family, q, site, sent.settling, not self.tied)
-            factor = silo_factor(split, marginal, data, silo.components)
+            factor = silo_factor(split, marginal, data, silo.components, batching=batching)
             found = solver.solve(key, ask, factor, silo.frame, silo.own)
             change = quotient(found.natural, q)
             fine = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves((change, found.frame))]

@@ -46,7 +46,7 @@ PLENTY = 10  # samples for each dimension, so that a covariance needs no shrinki
 THINNING, WARMUP = 10, 200  # steps of Langevin dynamics: between two samples, and before the first
 DENSE = 200  # dimensions up to which the posterior keeps every direction, else so many at most
 MOST_SAMPLED = 500  # dimensions in which a Hessian is still a good idea
-MOMENTUM = 0.9
+MOMENTUM = 0.8
 
 
 class Posterior(NamedTuple):
@@ -105,8 +105,9 @@ class FedPA(Averaging):
         steps_per_sample: K; by default an epoch of the largest silo, or 10 steps with Langevin's noise.
         burn_in: steps before the first sample of a visit; by default an epoch, or 200.
         burn_in_rounds: rounds of federated averaging at the beginning.
-        stein: with all of the rows, correct :math:`\Delta_k` by the gradients at the samples (Stein's identity), which
-            takes most of their noise away; False for the paper's.
+        stein: correct :math:`\Delta_k` by the gradients at the samples (Stein's identity), which takes most of their
+            noise away. By default where steps use all of a silo's rows. With minibatches it costs about another epoch
+            for each sample, and removes what the walk's own covariance has wrong; False for the paper's.
         posterior: whether a closing round looks for the posterior around the mode. Its message is l vectors.
         local, shared: names of sites or plates, where the automatic partition is to be overridden.
 
@@ -124,7 +125,7 @@ class FedPA(Averaging):
     steps_per_sample: int | None = None
     burn_in: int | None = None
     burn_in_rounds: int = 5
-    stein: bool = True
+    stein: bool | None = None
     posterior: bool = True
 
     def __post_init__(self) -> None:
@@ -221,7 +222,7 @@ class FedPA(Averaging):
             draws, loss, spread = self._iterates(notes, key, w, data, number)
         wider = lambda x: (centre := jnp.mean(x, axis=0)) + jnp.sqrt(spread) * (x - centre)
         gradients = None
-        if self.stein and notes["batching"] is None:
+        if self.stein or (self.stein is None and notes["batching"] is None):
             gradients = wider(jax.lax.map(jax.grad(lambda x: -density(x) / number), draws))
         return Drawn(wider(draws), gradients, loss)
 

@@ -20,6 +20,8 @@ from jax.scipy.special import logsumexp
 from numpyro import handlers
 from numpyro.distributions.distribution import validation_enabled
 
+from numpyro_fed import batches
+from numpyro_fed.batches import Batching
 from numpyro_fed.bound import Weighting, combined, row_weights
 from numpyro_fed.families import LOG_2PI
 from numpyro_fed.forward import forward
@@ -70,6 +72,7 @@ class Factor(NamedTuple):
     sampled: bool = False  # locals are to be sampled with the globals
     redrawn: Callable | None = None  # (key, z, frame) -> gradient of log f at z, all observations redrawn given z
     num_obs: Any = None  # how many observations the factor holds
+    part: Callable | None = None  # (key, z) -> log f at z from a minibatch, right on average; None: there are none
 
     def batch_of(self, num: int) -> int:
         """The largest power of two in ``batch`` that divides ``num``: a remainder would be compiled, too."""
@@ -89,7 +92,12 @@ def gauss_hermite(num: int, dims: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def silo_factor(
-    split: SplitModel, marginal: Marginal, data: SiloData, components: Components | None, theta: dict | None = None
+    split: SplitModel,
+    marginal: Marginal,
+    data: SiloData,
+    components: Components | None,
+    theta: dict | None = None,
+    batching: Batching | None = None,
 ) -> Factor:
     """The factor of one silo."""
     theta = split.theta if theta is None else theta
@@ -171,7 +179,12 @@ def silo_factor(
     each = marginal.num ** max((k for _, k in shapes.values()), default=1) if marginal.kind == "quadrature" else 1
     each = marginal.num if marginal.kind == "iw" else each
     batch = int(np.clip(MOST_ELEMENTS // max(elements * each, 1), 1, 1024))
-    return Factor(refit, log_f, nodes, joint, moments, shapes, batch, marginal.kind == "joint", redrawn, num_obs)
+    part = None if batching is None else partial(_estimate, split, theta, data, batching)
+    return Factor(refit, log_f, nodes, joint, moments, shapes, batch, marginal.kind == "joint", redrawn, num_obs, part)
+
+
+def _estimate(split: SplitModel, theta: dict, data: SiloData, batching: Batching, key: Array, z: Array) -> Array:
+    return batches.log_silo(split, z, theta, batches.with_replacement(split, batching, key, data))
 
 
 def _observed(split: SplitModel, *roles: str) -> list[Site]:

@@ -57,7 +57,10 @@ class Place(NamedTuple):
 
     def density(self, x: Array) -> Array:
         """Of the tilted distribution, but for a constant."""
-        return self.shift @ x - 0.5 * self.precision @ x**2 + self.log_f(x)
+        return self.with_factor(self.log_f, x)
+
+    def with_factor(self, log_f: Callable, x: Array) -> Array:
+        return self.shift @ x - 0.5 * self.precision @ x**2 + log_f(x)
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,13 @@ class Linear(Solver):
     Args:
         num_steps: of the optimiser, a visit.
         optim: an optax optimiser; parameters are in sds of q. By default Adam, its step falling from .1 to .0001.
+        batch_size: rows of the silo that a step looks at, drawn with replacement, for models without local latents. By
+            default all of them. (Variances are found from all of the silo's rows.)
     """
 
     num_steps: int = 200
     optim: Any = None
+    batch_size: int | None = None
     # Not `noisy`: steps that fall with every visit would reach the mean too late. Where variances are all that is kept,
     # many rounds are needed, and the server shortens its steps when Monte Carlo error is all that moves the posterior.
     noisy = False
@@ -81,6 +87,9 @@ class Linear(Solver):
             raise ValueError(f"num_steps must be an int of at least 1, got {self.num_steps!r}")
         if self.optim is not None:
             check_optim(self.optim)
+        size = self.batch_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"batch_size must be an int of at least 1, got {size!r}")
 
     def start(self, family: Normal, d: int) -> Any:
         if family.kind == "full":
@@ -119,7 +128,9 @@ class Linear(Solver):
 
             def step(carry: tuple, key: Array) -> tuple[tuple, None]:
                 x, state = carry
-                downhill = jax.grad(lambda x: -place.density(x))(x)  # of all the silo's observations
+                part = factor.part
+                log_f = place.log_f if part is None else lambda x: part(key, _here(at, x))
+                downhill = jax.grad(lambda x: -place.with_factor(log_f, x))(x)
                 updates, state = optim.update(downhill, state, x)
                 return (optax.apply_updates(x, updates), state), None
 
@@ -141,8 +152,8 @@ class Identity(Linear):
         scale: c_0, one over the paper's alpha_cov: about the largest curvature of one observation's log density (1/4
             for a logistic regression on standardised covariates). If it is smaller silos overshoot; if it is larger
             means are slow and variances too small.
-        num_steps, optim: of the way to the mode, as for all solvers of this kind: 200 steps of Adam, falling from .1 to
-            .0001 sds of q.
+        num_steps, optim, batch_size: of the way to the mode, as for all solvers of this kind: 200 steps of Adam,
+            falling from .1 to .0001 sds of q; with ``batch_size``, on minibatches of so many rows.
     """
 
     scale: float = 1.0
@@ -167,7 +178,7 @@ class Fisher(Linear):
 
     Args:
         num_draws: of all observations, at the mode.
-        num_steps, optim: as for :class:`Identity`.
+        num_steps, optim, batch_size: as for :class:`Identity`.
 
     ``numpyro.factor`` terms, from which nothing can be drawn, count for the mode but not for the curvature.
     """
@@ -197,7 +208,7 @@ class NGVI(Linear):
         num_updates: t goes so far; each costs two gradients and two redraws of all observations.
         beta: at most; :math:`\beta_t = \min(\beta, 1 - 1/(t + 2))` forgets the start.
         num_draws: of the information at the mode.
-        num_steps, optim: as for :class:`Identity`.
+        num_steps, optim, batch_size: as for :class:`Identity`.
     """
 
     num_updates: int = 100
@@ -254,7 +265,7 @@ class IASG(Linear):
         thinning: steps from one sample to the next.
         step_size: in units of one over the largest curvature; stable below 2.
         shrinkage: in [0, 1]; by default from the samples.
-        num_steps, optim: as for :class:`Identity`.
+        num_steps, optim, batch_size: as for :class:`Identity`.
     """
 
     num_chains: int = 8
