@@ -258,7 +258,7 @@ def _corrected_precision(draws: Array, shrunk: Shrinkage, gradients: Array) -> P
     slope = (gradients - jnp.mean(gradients, axis=0)).T @ away / (num - 1)
     found = (kept * slope + (1 - kept) * jnp.eye(d)) @ inverse
     values, vectors = jnp.linalg.eigh(0.5 * (found + found.T))
-    return Precision(jnp.zeros(d), jnp.maximum(values, 0.0), vectors.T)
+    return Precision(jnp.zeros(d), values, vectors.T)  # noise may make one negative: the sum is what counts
 
 
 def largest(draws: Array, shrunk: Shrinkage, gradients: Array | None = None) -> Array:

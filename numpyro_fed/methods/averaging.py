@@ -13,6 +13,7 @@ posterior in these units is :math:`\propto p(y_k \mid w)^{1 / n_k}`, whose covar
 :math:`p(y_k \mid w)`.
 """
 
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -127,6 +128,21 @@ def flat(split: SplitModel) -> Flat:
     return Flat(split, jnp.asarray(begin, jnp.zeros(()).dtype), unravel)
 
 
+def epoch(notes: dict[str, Any], without: int) -> int:
+    """Steps in which the largest silo sees its rows once; another number where every step sees them all."""
+    batching = notes["batching"]
+    return without if batching is None else max(1, -(-notes["most_rows"] // batching.size))
+
+
+class Steps(NamedTuple):
+    """Where the default optimiser last was, and the gradient and loss there."""
+
+    x: Array
+    gradient: Array
+    total: Array
+    rate: Array
+
+
 class Walk(NamedTuple):
     """Steps of a silo's optimiser: ``step(x, state, key) -> (x, state, loss before it)``."""
 
@@ -181,11 +197,16 @@ class Averaging(Method):
         """Rounds of federated averaging at the beginning; None: all of them."""
         return None
 
-    def _batch_size(self, flat: Flat) -> int | None:
-        """Rows that a step looks at; None: all of them."""
-        return self.batch_size
+    def _batching(self, flat: Flat, stack: Stack, size: int | None = None) -> batches.Batching | None:
+        """Minibatches of ``batch_size`` rows; None: all of them."""
+        size = self.batch_size if size is None else size
+        if size is None:
+            return None
+        batching = batches.plan(flat.split, stack, Weighting(1), size, None)
+        batches.certify(flat.split, stack, batching, None)
+        return batching
 
-    def _steps(self, flat: Flat, most_rows: int) -> int:
+    def _steps(self, notes: dict[str, Any]) -> int:
         """Of a silo in a round of federated averaging."""
         raise NotImplementedError
 
@@ -203,13 +224,13 @@ class Averaging(Method):
 
     def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
         self._check_model(split)
-        own, batching = flat(split), None
-        size = self._batch_size(own)
-        if size is not None:
-            batching = batches.plan(split, stack.example, Weighting(1), size, None)
-            batches.certify(split, stack.example, batching, None)
+        own = flat(split)
+        batching = self._batching(own, stack.example)
         rows = np.concatenate([np.atleast_1d(jax.vmap(own.rows)(bucket.mask)) for bucket in stack.buckets])
         num = len(stack.names)
+        if num == 1:
+            name = type(self).__name__
+            warnings.warn(f"{name} has one silo, so there is nothing to average: nf.SFVI(model) fits it", stacklevel=4)
         once = lambda function: jax.jit(function, inline=True)  # traced once, used many times
         notes = {
             "flat": own,
@@ -241,7 +262,7 @@ class Averaging(Method):
         """The method as pure functions; see :mod:`numpyro_fed.algorithm`."""
         own: Flat = notes["flat"]
         optim = self._server_default() if self.server_optim is None else self.server_optim
-        steps = self._steps(own, notes["most_rows"])
+        steps = self._steps(notes)
         plain_rounds = self._averaging_rounds()
         always = plain_rounds is None
 
@@ -358,21 +379,38 @@ class Averaging(Method):
         if optim is None:
             gradient = lambda away: jax.grad(loss, has_aux=True)(w + away, None)[0]
             steepest = largest_curvature(key, gradient, w.shape)
-            common = steepest if curvature is None else jnp.where(curvature > 0, curvature, steepest)
+            common = steepest if curvature is None else jnp.maximum(curvature, steepest)
             rate = (STEP if batching is None else SMALL_STEP) / common
 
-        def step(x: Array, state: Any, key: Array) -> tuple[Array, Any, Array]:
-            batch_key, noise_key = jax.random.split(key)
-            (_, value), gradient = jax.value_and_grad(loss, has_aux=True)(x, batch_key)
-            if optim is not None:
+        if optim is not None:
+
+            def given(x: Array, state: Any, key: Array) -> tuple[Array, Any, Array]:
+                (_, value), gradient = jax.value_and_grad(loss, has_aux=True)(x, key)
                 moves, state = optim.update(gradient, state, x)
                 return x + moves, state, value
-            x = x - rate * gradient
-            if noise:
-                x = x + jnp.sqrt(2 * rate / number) * jax.random.normal(noise_key, x.shape)
-            return x, state, value
 
-        return Walk(step, () if optim is None else optim.init(w), steepest)
+            return Walk(given, optim.init(w), steepest)
+
+        # how much a loss may rise in a step: not at all; by what noise does; or, with other rows, to many times itself
+        tame = lambda value: (5 * own.size + 10) / number if noise else 1e-6 * jnp.abs(value)
+        allowed = tame if batching is None else lambda value: 10 * (1 + jnp.abs(value))
+
+        def step(x: Array, state: Steps, key: Array) -> tuple[Array, Steps, Array]:
+            batch_key, noise_key = jax.random.split(key)
+            (total, value), gradient = jax.value_and_grad(loss, has_aux=True)(x, batch_key)
+            fine = jnp.isfinite(total) & jnp.all(jnp.isfinite(gradient))
+            fine = fine & (total <= state.total + allowed(state.total))
+            # a step that went too far is taken again, half as long: the curvature was another where it began
+            keep = lambda new, old: jnp.where(fine, new, old)
+            now = Steps(keep(x, state.x), keep(gradient, state.gradient), keep(total, state.total), state.rate)
+            now = now._replace(rate=jnp.where(fine, state.rate, 0.5 * state.rate))
+            x = now.x - now.rate * now.gradient
+            if noise:
+                x = x + jnp.sqrt(2 * now.rate / number) * jax.random.normal(noise_key, x.shape)
+            return x, now, keep(value, state.total)
+
+        start = Steps(w, jnp.zeros_like(w), jnp.full((), jnp.inf, w.dtype), rate)
+        return Walk(step, start, steepest)
 
     def _averaged(self, walk: Walk, key: Array, w: Array, steps: int) -> tuple[Array, Array]:
         """How far the silo went, and its loss at the beginning."""
@@ -387,7 +425,8 @@ class Averaging(Method):
     # --- states -----------------------------------------------------------------------------------------------------
 
     def with_rounds(self, server: Server, silos: tuple, num_rounds: int, share: float = 1.0) -> tuple[Server, tuple]:
-        rounds = max(1, num_rounds - (self._averaging_rounds() or 0))
+        left = max(0, (self._averaging_rounds() or 0) - int(server.round))
+        rounds = max(1, num_rounds - left)
         return server._replace(opt_state=with_horizon(server.opt_state, rounds)), silos
 
     def reordered(self, server: Server, order: list[int]) -> Server:

@@ -6,6 +6,7 @@ and returns a :class:`~numpyro_fed.fit.Fit`.
 """
 
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -134,6 +135,13 @@ class Method:
         Everyone is asked; the next cohort where cohorts are drawn at random.
         """
         return None
+
+    def asked(self, prepared: Prepared, num_silos: int, cohort: int) -> int:
+        """How many silos take part in the closing round, where ``cohort`` would."""
+        return cohort
+
+    unfinished = ""  # what a fit lacks without the closing round
+    remedy = "pass a smaller step: optim=optax.adam(1e-3)"  # against a loss that is not finite
 
     def opening(self, prepared: Prepared, server: Any, num_asked: int) -> Any:
         """The server state that the closing round begins with."""
@@ -465,7 +473,9 @@ class _Runner:
                     server.server if isinstance(server, Held) else server, states, first + done, schedule
                 )
             except KeyboardInterrupt:
-                bar.write(f"stopped after {done} of {num_rounds} rounds; this is the fit so far")
+                bar.write(
+                    f"stopped after {done} of {num_rounds} rounds; this is the fit so far{self.method.unfinished}"
+                )
         return self._fit(server, states, first + done)
 
     def _close(self, server: Any, states: tuple, at: int, schedule: Any) -> Any:
@@ -474,10 +484,14 @@ class _Runner:
         algorithm = self.method.closing(self.prepared, server, names)
         if algorithm is None:
             return server
-        cohorts = None
+        cohorts, cohort_key = None, jax.random.fold_in(self.key, COHORTS)
         if isinstance(schedule, schedules.Sampled) or self.stack.source is not None:
-            cohorts = schedule.cohorts(jax.random.fold_in(self.key, COHORTS), names, at, 1)
-        key, asked = jax.random.fold_in(self.key, CLOSING), len(names) if cohorts is None else cohorts.shape[1]
+            cohorts = schedule.cohorts(cohort_key, names, at, 1)
+        usual = len(names) if cohorts is None else cohorts.shape[1]
+        asked = self.method.asked(self.prepared, len(names), usual)
+        if asked != usual:
+            cohorts = schedules.sampled(asked).cohorts(cohort_key, names, at, 1)
+        key = jax.random.fold_in(self.key, CLOSING)
         begin = self.method.opening(self.prepared, server, asked)
         sent = self._traffic(algorithm, begin, states)
         after, _, info = self.engine.rounds(algorithm, key, self.stack, begin, states, at, cohorts, 1, effort="least")
@@ -485,6 +499,13 @@ class _Runner:
             last = np.array(self.history[-1][name])
             last[-1] += asked * size
             self.history[-1][name] = last
+        if not _finite(after):
+            warnings.warn(
+                "what some silo sent in the closing round was not finite, so it was left out: the fit is that of the "
+                f"round before{self.method.unfinished}",
+                stacklevel=4,
+            )
+            return server
         server = self.method.closed(self.prepared, server, after, asked)
         self.method.conclude(self.prepared, info)
         return server
@@ -553,7 +574,7 @@ class _Runner:
         where = f"silo {', '.join(culprits)}" if culprits else "the server's prior term"
         error = NonFiniteError(
             f"the loss is not finite at round {at}, from {where}. Standardise the data, check the distributions' "
-            "parameters, or pass a smaller step: optim=optax.adam(1e-3). The error's .fit is the last good state."
+            f"parameters, or {self.method.remedy}. The error's .fit is the last good state."
         )
         if algorithm is not self.prepared.mode:
             error.fit = self._fit(server, states, at)

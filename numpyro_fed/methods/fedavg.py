@@ -6,7 +6,7 @@ from typing import Any
 import optax
 
 from numpyro_fed.engines.base import Stack
-from numpyro_fed.methods.averaging import Averaging, Flat, Server
+from numpyro_fed.methods.averaging import Averaging, Server, epoch
 from numpyro_fed.methods.base import Prepared
 from numpyro_fed.split_model import SplitModel
 
@@ -30,8 +30,8 @@ class FedAvg(Averaging):
     Args:
         model: an ordinary NumPyro model without local latents, called as ``model(**silos[name])``.
         optim: the silos' optax optimiser, begun afresh at every visit. By default gradient steps of one over the
-            largest curvature of the silo's loss (a fifth of that with minibatches), which power iteration finds at
-            every visit.
+            largest curvature heard of (a fifth of that with minibatches), which silos find by power iteration at every
+            visit; one that makes the loss rise is taken again, half as long.
         server_optim: the server's optax optimiser; the average of :math:`w - w_k` is its gradient. By default
             ``optax.sgd(1.0)``: the plain average.
         batch_size: rows of a silo that a step looks at, drawn anew each time with replacement. By default all.
@@ -51,10 +51,8 @@ class FedAvg(Averaging):
     def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
         return min(ROUNDS * sweep, MOST_ROUNDS)
 
-    def _steps(self, flat: Flat, most_rows: int) -> int:
-        if self.local_steps is not None:
-            return self.local_steps
-        return LOCAL_STEPS if self.batch_size is None else max(1, -(-most_rows // self.batch_size))
+    def _steps(self, notes: dict[str, Any]) -> int:
+        return epoch(notes, LOCAL_STEPS) if self.local_steps is None else self.local_steps
 
     def _server_default(self) -> Any:
         return optax.sgd(1.0)

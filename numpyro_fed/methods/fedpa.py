@@ -7,8 +7,8 @@ If every silo's posterior were normal, :math:`N(\mu_k, \Sigma_k)`, the mode of t
 so a silo that samples its own posterior around the server's w and answers with
 :math:`\Delta_k = \hat\Sigma_k^{-1} (w - \hat\mu_k)` gives the server a gradient whose zero is that mode, however much
 the silos work between two rounds. Federated averaging takes the identity for :math:`\Sigma_k`, and stops elsewhere.
-Covariances are shrunk estimates from few samples (:mod:`numpyro_fed.moments`), and nothing is larger than samples
-times dimensions.
+Covariances are shrunk estimates from few samples (:mod:`numpyro_fed.moments`), and nothing in a silo is larger than
+samples times dimensions.
 
 Where we deviate. The paper has no prior: here the server adds its gradient, so that the target is the posterior's mode
 (in unconstrained space); ``prior=False`` gives the paper's. Samples of averaged stochastic gradients are rescaled to
@@ -18,6 +18,7 @@ is added. In the end one more round asks for the silos' precisions at the mode; 
 """
 
 import math
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,9 +29,10 @@ import optax
 
 from numpyro_fed import moments, start
 from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
+from numpyro_fed.batches import Batching
 from numpyro_fed.engines.base import Stack
 from numpyro_fed.families import single
-from numpyro_fed.methods.averaging import Averaging, Flat, Sent, Server, flat
+from numpyro_fed.methods.averaging import Averaging, Flat, Sent, Server, epoch, flat
 from numpyro_fed.methods.base import Prepared
 from numpyro_fed.methods.fedavg import LOCAL_STEPS, MOST_ROUNDS, ROUNDS
 from numpyro_fed.optim import falling
@@ -46,6 +48,8 @@ PLENTY = 10  # samples for each dimension, so that a covariance needs no shrinki
 THINNING, WARMUP = 10, 200  # steps of Langevin dynamics: between two samples, and before the first
 DENSE = 200  # dimensions up to which the posterior keeps every direction, else so many at most
 MOST_SAMPLED = 500  # dimensions in which a Hessian is still a good idea
+MOST_ASKED = 100  # silos of a store, in the closing round
+MOST_NUMBERS = 50_000_000  # in all messages of the closing round in many dimensions
 MOMENTUM = 0.8
 
 
@@ -84,8 +88,9 @@ class FedPA(Averaging):
         model: an ordinary NumPyro model without local latents, called as ``model(**silos[name])``.
         optim: the silos' optax optimiser, whose state is carried on within a visit. By default gradient steps of one
             over the largest curvature of the silo's loss (a fifth of that with minibatches), found by power iteration.
-        server_optim: the server's optax optimiser; it is given the gradient of the mean loss. By default momentum with
-            steps of one over the largest curvature that silos report, falling on a cosine.
+        server_optim: the server's optax optimiser; it is given the gradient of the mean loss (in rounds of federated
+            averaging, the mean of :math:`w - w_k`). By default momentum with steps of one over the largest curvature
+            that silos report, falling on a cosine.
         batch_size: rows of a silo that a step looks at, drawn with replacement. By default all of them, with Langevin's
             noise; above 100 dimensions 20.
         local_steps: of the rounds of federated averaging at the beginning; by default 10, with minibatches as many as
@@ -146,6 +151,9 @@ class FedPA(Averaging):
                 "pass batch_size=20, or leave optim= out (gradient steps with Langevin's noise)"
             )
 
+    remedy = "pass init_loc_fn= (a better start), or batch_size=20 with an optimiser of smaller steps, optax.sgd(1e-3)"
+    unfinished = "; it has a mode and no posterior around it"
+
     @property
     def program(self) -> "FedPA":
         return replace(self, posterior=True)
@@ -177,40 +185,39 @@ class FedPA(Averaging):
             return self.num_samples
         return 10 if flat.size > MANY else max(100, PLENTY * flat.size if flat.size <= FEW else 0)
 
-    def _rho(self, flat: Flat) -> Any:
+    def _rho(self, flat: Flat, closing: bool = False) -> Any:
         if self.rho is not None:
             return self.rho
         if self._num(flat) >= PLENTY * flat.size:
             return math.inf
-        return RHO if flat.size > MANY else "oas"
+        return RHO if flat.size > MANY and not closing else "oas"  # which has a scale of its own
 
-    def _batch_size(self, flat: Flat) -> int | None:
+    def _batching(self, flat: Flat, stack: Stack, size: int | None = None) -> Batching | None:
         """Above many dimensions a silo's posterior is flat in most of them, and Langevin's noise would go astray."""
-        if self.batch_size is None and self.sampler == "iasg" and flat.size > MANY:
-            return BATCH
-        return self.batch_size
+        if self.batch_size is not None or self.sampler != "iasg" or flat.size <= MANY:
+            return super()._batching(flat, stack, size)
+        try:
+            return super()._batching(flat, stack, BATCH)
+        except ValueError:  # rows that cannot be taken apart; nobody asked for it
+            return None
 
-    def _epoch(self, flat: Flat, most_rows: int, else_: int) -> int:
-        size = self._batch_size(flat)
-        return else_ if size is None else max(1, -(-most_rows // size))
-
-    def _walked(self, flat: Flat, most_rows: int) -> tuple[int, int, int]:
+    def _walked(self, notes: dict[str, Any]) -> tuple[int, int, int]:
         """Steps before the first sample, samples, and steps for each."""
-        before = self._epoch(flat, most_rows, WARMUP) if self.burn_in is None else self.burn_in
-        return before, self._num(flat), self.steps_per_sample or self._epoch(flat, most_rows, THINNING)
+        before = epoch(notes, WARMUP) if self.burn_in is None else self.burn_in
+        return before, self._num(notes["flat"]), self.steps_per_sample or epoch(notes, THINNING)
 
-    def _steps(self, flat: Flat, most_rows: int) -> int:
+    def _steps(self, notes: dict[str, Any]) -> int:
         if self.local_steps is not None:
             return self.local_steps
-        before, num, each = self._walked(flat, most_rows)
-        return LOCAL_STEPS if self._batch_size(flat) is None else before + num * each
+        before, num, each = self._walked(notes)
+        return LOCAL_STEPS if notes["batching"] is None else before + num * each
 
     def _server_default(self) -> Any:
         return optax.chain(optax.trace(MOMENTUM, nesterov=True), falling(0.5, 0.0005))
 
     # --- samples ----------------------------------------------------------------------------------------------------
 
-    def _draws(self, notes: dict[str, Any], key: Array, w: Array, data: SiloData) -> Drawn:
+    def _draws(self, notes: dict[str, Any], key: Array, w: Array, data: SiloData, stein: bool | None) -> Drawn:
         """Samples of the silo's posterior, in units of mean losses."""
         own: Flat = notes["flat"]
         number = own.rows(data.mask)
@@ -222,7 +229,7 @@ class FedPA(Averaging):
             draws, loss, spread = self._iterates(notes, key, w, data, number)
         wider = lambda x: (centre := jnp.mean(x, axis=0)) + jnp.sqrt(spread) * (x - centre)
         gradients = None
-        if self.stein or (self.stein is None and notes["batching"] is None):
+        if stein or (stein is None and notes["batching"] is None):
             gradients = wider(jax.lax.map(jax.grad(lambda x: -density(x) / number), draws))
         return Drawn(wider(draws), gradients, loss)
 
@@ -230,7 +237,7 @@ class FedPA(Averaging):
         self, notes: dict[str, Any], key: Array, w: Array, data: SiloData, number: Array
     ) -> tuple[Array, Array, Array]:
         """Averages of successive iterates, the loss at the first, and how much wider than they a posterior is."""
-        begin, num, each = self._walked(notes["flat"], notes["most_rows"])
+        begin, num, each = self._walked(notes)
         noisy = notes["batching"] is None
         curvature_key, before, after = jax.random.split(key, 3)
         walk = self.walk(notes, curvature_key, w, data, None, None, noise=noisy)
@@ -262,7 +269,7 @@ class FedPA(Averaging):
     def _posterior_delta(
         self, notes: dict[str, Any], key: Array, w: Array, data: SiloData
     ) -> tuple[Array, Array, Array]:
-        draws, gradients, loss = self._draws(notes, key, w, data)
+        draws, gradients, loss = self._draws(notes, key, w, data, self.stein)
         rho = self._rho(notes["flat"])
         shrunk = moments.shrinkage(draws, rho)
         delta = moments.delta(w, draws, rho, shrunk)
@@ -279,6 +286,13 @@ class FedPA(Averaging):
             prepared.notes["closing"] = self._closing(prepared.notes)
         return prepared.notes["closing"]
 
+    def asked(self, prepared: Prepared, num_silos: int, cohort: int) -> int:
+        """Everyone where that is cheap; in many dimensions no more than fit into memory."""
+        own: Flat = prepared.notes["flat"]
+        if own.size <= DENSE:
+            return num_silos if prepared.notes["known"] else max(cohort, min(num_silos, MOST_ASKED))
+        return max(1, min(cohort, MOST_NUMBERS // (own.size * self._num(own))))
+
     def _closing(self, notes: dict[str, Any]) -> FederatedAlgorithm:
         own: Flat = notes["flat"]
 
@@ -288,8 +302,10 @@ class FedPA(Averaging):
             )
 
         def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Precisions, tuple]:
-            draws, gradients, _ = self._draws(notes, key, broadcast.common.w, data)
-            found = moments.precision(draws, moments.shrinkage(draws, self._rho(own)), gradients)
+            # averages of minibatch steps have the spread of the rows' gradients; those of all rows know the curvature
+            stein = True if self.stein is None and own.size <= MANY else self.stein
+            draws, gradients, _ = self._draws(notes, key, broadcast.common.w, data, stein)
+            found = moments.precision(draws, moments.shrinkage(draws, self._rho(own, closing=True)), gradients)
             diagonal, weights, directions = single(found)
             return Precisions(diagonal, weights, directions, own.rows(data.mask)), silo
 
@@ -356,7 +372,7 @@ class FedPA(Averaging):
             raise ValueError("this fit has a mode and no posterior around it, so it has no evidence bound")
         z = self.sample_global(split, server, key)
         sds, factor = (leaf[..., : split.dim] for leaf in server.posterior)
-        if split.dim <= DENSE:
+        if len(factor) >= split.dim:  # every direction is in it
             root = jnp.linalg.cholesky(jnp.diag(sds**2) + factor.T @ factor)
             white = jax.scipy.linalg.solve_triangular(root, z - server.z, lower=True)
             log_det = jnp.sum(jnp.log(jnp.diagonal(root)))
@@ -383,6 +399,12 @@ def _dense(
     if prior:
         precision += own.prior_precision(w)
     values, vectors = np.linalg.eigh(0.5 * (precision + precision.T))
+    if values[0] <= 1e-8 * values[-1]:
+        warnings.warn(
+            "the silos' precisions and the prior's add up to a posterior that is flat, or not at a mode, in some "
+            "direction: run more rounds, pass num_samples= (more), or give the parameters a prior that is narrower",
+            stacklevel=6,
+        )
     values = np.maximum(values, 1e-8 * values[-1])
     return Posterior(np.zeros(own.size), (vectors / np.sqrt(values)).T)
 
