@@ -104,12 +104,13 @@ class SplitModel(NamedTuple):
 
     def unravel(self, z: Array) -> dict[str, Array]:
         """z_G as {global site: unconstrained value}."""
-        out, start = {}, 0
-        for name, shape in self.global_shapes.items():
-            size = int(np.prod(shape))
-            out[name] = z[start : start + size].reshape(shape)
-            start += size
-        return out
+        if not self.global_shapes:
+            return {}
+        sizes = [int(np.prod(shape)) for shape in self.global_shapes.values()]
+        parts = jax.lax.split(jnp.asarray(z), sizes)  # unlike slices, whose gradients are padded and added up
+        return {
+            name: part.reshape(shape) for (name, shape), part in zip(self.global_shapes.items(), parts, strict=True)
+        }
 
     def ravel(self, values: dict[str, Array]) -> Array:
         parts = [jnp.ravel(values[name]) for name in self.global_shapes]

@@ -83,7 +83,8 @@ class Flat(NamedTuple):
         return self.split.dim + self.start.shape[0]
 
     def parts(self, w: Array) -> tuple[Array, dict[str, Any]]:
-        return w[: self.split.dim], self.unravel(w[self.split.dim :])
+        z, theta = jax.lax.split(w, (self.split.dim, self.start.shape[0]))
+        return z, self.unravel(theta)
 
     def joined(self, server: "Server") -> Array:
         return jnp.concatenate([server.z, ravel_pytree(server.theta)[0].astype(server.z.dtype)])
