@@ -229,9 +229,6 @@ class Averaging(Method):
         batching = self._batching(own, stack.example)
         rows = np.concatenate([np.atleast_1d(jax.vmap(own.rows)(bucket.mask)) for bucket in stack.buckets])
         num = len(stack.names)
-        if num == 1:
-            name = type(self).__name__
-            warnings.warn(f"{name} has one silo, so there is nothing to average: nf.SFVI(model) fits it", stacklevel=4)
         once = lambda function: jax.jit(function, inline=True)  # traced once, used many times
         notes = {
             "flat": own,
@@ -429,6 +426,12 @@ class Averaging(Method):
         left = max(0, (self._averaging_rounds() or 0) - int(server.round))
         rounds = max(1, num_rounds - left)
         return server._replace(opt_state=with_horizon(server.opt_state, rounds)), silos
+
+    def with_schedule(self, prepared: Prepared, server: Server, schedule: Any, names: tuple[str, ...]) -> Server:
+        if len(names) == 1:
+            name = type(self).__name__
+            warnings.warn(f"{name} has one silo, so there is nothing to average: nf.SFVI(model) fits it", stacklevel=3)
+        return server
 
     def reordered(self, server: Server, order: list[int]) -> Server:
         return server._replace(posterior=())  # a run that goes on looks for it anew
