@@ -19,14 +19,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from numpyro.infer.hmc import hmc
+
+from numpyro_fed.solvers.samplers import NUTS
 
 Array = Any
 NEWTON_STEPS = 30
 HALVINGS = 8
 NEAR = 1e-2  # a log density's last hundredth: a tenth of an sd
 FLAT = 1e-3  # of the largest curvature, the least
-CHAINS, WARMUP = 4, 50
+CHAINS, WARMUP, STEP = 4, 50, 0.7
 
 
 def laplace(rng_key: Array, start: Array, log_density: Callable, num_samples: int) -> Array:
@@ -43,30 +44,12 @@ def laplace(rng_key: Array, start: Array, log_density: Callable, num_samples: in
 def nuts(rng_key: Array, start: Array, log_density: Callable, num_samples: int) -> Array:
     """NumPyro's No-U-Turn sampler, four chains, in coordinates in which the normal at the mode is standard."""
     mode, root = _coordinates(start, log_density)
-    init_kernel, sample_kernel = hmc(lambda x: -log_density(mode + root @ x), algo="NUTS")
     chains = min(CHAINS, num_samples)
+    sampler = NUTS(num_chains=chains, num_samples=-(-num_samples // chains), num_warmup=WARMUP)
     begin_key, key = jax.random.split(rng_key)
-
-    def chain(key: Array, x: Array) -> Array:
-        state = init_kernel(
-            x,
-            num_warmup=0,
-            step_size=0.7,
-            adapt_step_size=False,
-            adapt_mass_matrix=False,
-            max_tree_depth=8,
-            rng_key=key,
-        )
-
-        def transition(state: Any, _: Any) -> tuple[Any, Array]:
-            state = sample_kernel(state)
-            return state, state.z
-
-        return jax.lax.scan(transition, state, None, WARMUP + -(-num_samples // chains))[1][WARMUP:]
-
     begin = jax.random.normal(begin_key, (chains, *start.shape))
-    x = jax.vmap(chain)(jax.random.split(key, chains), begin).reshape(-1, *start.shape)
-    return mode + x[:num_samples] @ root.T
+    x, _ = sampler.draw(key, lambda x: log_density(mode + root @ x), begin, STEP)
+    return mode + x.reshape(-1, *start.shape)[:num_samples] @ root.T
 
 
 SAMPLERS = {"laplace": laplace, "nuts": nuts}

@@ -32,7 +32,7 @@ from numpyro_fed.methods.base import Method, Prepared
 from numpyro_fed.optim import check_optim, with_horizon
 from numpyro_fed.padding import SiloData
 from numpyro_fed.partition import PartitionError
-from numpyro_fed.solvers.linear import largest_curvature
+from numpyro_fed.solvers.linear import curvature, largest_curvature
 from numpyro_fed.split_model import SplitModel
 from numpyro_fed.tracing import UNOPTIMISED
 
@@ -97,12 +97,10 @@ class Flat(NamedTuple):
         hessian = jax.jit(jax.hessian(self.log_prior), compiler_options=UNOPTIMISED)
         return -np.asarray(hessian(w), np.float64)
 
-    def prior_curvature(self, w: Array, probes: int = 8) -> np.ndarray:
-        """Its diagonal: v times Hv, for random signs v; exact where H is diagonal."""
-        signs = jax.random.rademacher(jax.random.key(0), (probes, self.size)).astype(w.dtype)
-        times = lambda v: -v * jax.jvp(jax.grad(self.log_prior), (w,), (v,))[1]
-        found = jax.jit(lambda signs: jnp.mean(jax.lax.map(times, signs), axis=0), compiler_options=UNOPTIMISED)
-        return np.asarray(found(signs), np.float64)
+    def prior_curvature(self, w: Array) -> np.ndarray:
+        """Its diagonal; exact where there is nothing else."""
+        at = lambda w: curvature(jax.random.key(0), lambda away: self.log_prior(w + away), w.shape)
+        return np.asarray(jax.jit(at, compiler_options=UNOPTIMISED)(w), np.float64)
 
     def log_likelihood(self, w: Array, data: SiloData) -> Array:
         """Of a silo."""
@@ -150,6 +148,16 @@ class Walk(NamedTuple):
     step: Any
     state: Any
     curvature: Array  # the largest of the silo's loss at the start, where steps depend on it
+
+    def go(self, carry: tuple, key: Array, num: int) -> tuple[tuple, Array]:
+        """So many steps from (x, state): where they end, and the loss before the first."""
+
+        def one(carry: tuple, key: Array) -> tuple[tuple, Array]:
+            x, state, value = self.step(*carry, key)
+            return (x, state), value
+
+        carry, values = jax.lax.scan(one, carry, jax.random.split(key, num))
+        return carry, values[0]
 
 
 @dataclass(frozen=True)
@@ -287,14 +295,15 @@ class Averaging(Method):
 
             def average(key: Array) -> tuple[Array, Array, Array]:
                 walk = self.walk(notes, key, sent.w, data, sent.total, sent.curvature)
-                delta, loss = self._averaged(walk, key, sent.w, steps)
-                return delta, loss, walk.curvature
+                (x, _), loss = walk.go((sent.w, walk.state), key, steps)
+                return sent.w - x, loss, walk.curvature
 
             def posterior(key: Array) -> tuple[Array, Array, Array]:
                 return self._posterior_delta(notes, key, sent.w, data)
 
-            delta, loss, curvature = average(key) if always else jax.lax.cond(sent.averaging, average, posterior, key)
-            return Message(delta, number * loss, number, curvature), silo
+            found = average(key) if always else jax.lax.cond(sent.averaging, average, posterior, key)
+            delta, loss, steepest = found
+            return Message(delta, number * loss, number, steepest), silo
 
         def aggregate(messages: Message, cohort: Cohort) -> Message:
             share = messages.rows / jnp.sum(messages.rows)
@@ -313,7 +322,7 @@ class Averaging(Method):
             prior, uphill = jax.value_and_grad(own.log_prior)(w)
             gradient = found.delta
             heard_of = jnp.where(jnp.array([plain, ~plain]), found.curvature, 0.0)
-            curvature = jnp.maximum(heard_of, jnp.where(heard_of > 0, FORGET, 1.0) * server.curvature)
+            largest = jnp.maximum(heard_of, jnp.where(heard_of > 0, FORGET, 1.0) * server.curvature)
             if not always:
                 pull = -uphill / total if self.prior else jnp.zeros_like(uphill)
                 gradient = jnp.where(plain, gradient, gradient + pull)
@@ -323,7 +332,7 @@ class Averaging(Method):
             elif always:
                 new, opt_state = w - gradient, server.opt_state
             else:
-                steepest = curvature[1]
+                steepest = largest[1]
                 if self.prior:
                     prior_gradient = lambda away: -jax.grad(own.log_prior)(w + away)
                     steepest = steepest + largest_curvature(key, prior_gradient, w.shape) / total
@@ -334,7 +343,7 @@ class Averaging(Method):
                 "loss": total / rows * found.value - (prior if self.prior else 0.0),
                 "step": jnp.linalg.norm(new - w),
             }
-            return Server(*own.parts(new), opt_state, server.round + 1, total, heard, curvature), info
+            return Server(*own.parts(new), opt_state, server.round + 1, total, heard, largest), info
 
         return FederatedAlgorithm(init, lambda key, broadcast, data: (), broadcast, silo_step, aggregate, server_step)
 
@@ -347,7 +356,7 @@ class Averaging(Method):
         w: Array,
         data: SiloData,
         total: Array | None,
-        curvature: Array | None,
+        steepest_of_all: Array | None,
         noise: bool = False,
     ) -> Walk:
         """Steps on the silo's mean loss, from w.
@@ -355,8 +364,8 @@ class Averaging(Method):
         Args:
             total: observations in all silos, where the silo's share of the prior belongs to its loss; None for the
                 likelihood alone.
-            curvature: the largest of any silo's loss, on which the default optimiser's steps depend: silos whose steps
-                differ would meet elsewhere. None for the silo's own.
+            steepest_of_all: the largest curvature of any silo's loss, on which the default optimiser's steps depend:
+                silos whose steps differ would meet elsewhere. None for the silo's own.
             noise: of the size that makes the walk's stationary distribution the silo's posterior (Langevin).
         """
         own, batching = notes["flat"], notes["batching"]
@@ -377,7 +386,7 @@ class Averaging(Method):
         if optim is None:
             gradient = lambda away: jax.grad(loss, has_aux=True)(w + away, None)[0]
             steepest = largest_curvature(key, gradient, w.shape)
-            common = steepest if curvature is None else jnp.maximum(curvature, steepest)
+            common = steepest if steepest_of_all is None else jnp.maximum(steepest_of_all, steepest)
             rate = (STEP if batching is None else SMALL_STEP) / common
 
         if optim is not None:
@@ -409,16 +418,6 @@ class Averaging(Method):
 
         start = Steps(w, jnp.zeros_like(w), jnp.full((), jnp.inf, w.dtype), rate)
         return Walk(step, start, steepest)
-
-    def _averaged(self, walk: Walk, key: Array, w: Array, steps: int) -> tuple[Array, Array]:
-        """How far the silo went, and its loss at the beginning."""
-
-        def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
-            x, state, value = walk.step(*carry, key)
-            return (x, state), value
-
-        (x, _), values = jax.lax.scan(step, (w, walk.state), jax.random.split(key, steps))
-        return w - x, values[0]
 
     # --- states -----------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
 from numpyro_fed.batches import Batching
 from numpyro_fed.engines.base import Stack
 from numpyro_fed.families import single
-from numpyro_fed.methods.averaging import Averaging, Flat, Sent, Server, epoch, flat
+from numpyro_fed.methods.averaging import Averaging, Flat, Server, epoch, flat
 from numpyro_fed.methods.base import Prepared
 from numpyro_fed.methods.fedavg import LOCAL_STEPS, MOST_ROUNDS, ROUNDS
 from numpyro_fed.optim import falling
@@ -242,10 +242,6 @@ class FedPA(Averaging):
         curvature_key, before, after = jax.random.split(key, 3)
         walk = self.walk(notes, curvature_key, w, data, None, None, noise=noisy)
 
-        def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
-            x, state, value = walk.step(*carry, key)
-            return (x, state), value
-
         def summed(carry: tuple, key: Array) -> tuple[tuple, Array]:
             x, state, total = carry
             new, state, value = walk.step(x, state, key)
@@ -260,8 +256,7 @@ class FedPA(Averaging):
         carry = (w, walk.state)
         first = None
         if begin:
-            carry, values = jax.lax.scan(step, carry, jax.random.split(before, begin))
-            first = values[0]
+            carry, first = walk.go(carry, before, begin)
         _, (draws, values) = jax.lax.scan(sample, carry, jax.random.split(after, num))
         spread = number if noisy else jnp.asarray(notes["batching"].size * each, number.dtype)
         return draws, values[0] if first is None else first, spread
@@ -297,14 +292,12 @@ class FedPA(Averaging):
         own: Flat = notes["flat"]
 
         def broadcast(key: Array, state: Closing) -> Broadcast:
-            return Broadcast(
-                Sent(own.joined(state.server), jnp.zeros((), bool), state.server.total, state.server.curvature[0])
-            )
+            return Broadcast(own.joined(state.server))
 
         def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Precisions, tuple]:
             # averages of minibatch steps have the spread of the rows' gradients; those of all rows know the curvature
             stein = True if self.stein is None and own.size <= MANY else self.stein
-            draws, gradients, _ = self._draws(notes, key, broadcast.common.w, data, stein)
+            draws, gradients, _ = self._draws(notes, key, broadcast.common, data, stein)
             found = moments.precision(draws, moments.shrinkage(draws, self._rho(own, closing=True)), gradients)
             diagonal, weights, directions = single(found)
             return Precisions(diagonal, weights, directions, own.rows(data.mask)), silo

@@ -167,7 +167,7 @@ class Identity(Linear):
     def _found(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any) -> Natural:
         if factor.num_obs is None:  # the server's prior holds no observations
             place = _place(at, cavity, factor, frame)
-            return _natural(ask.family, at, cavity, _curvature(key, place.log_f, at.mean.shape))
+            return _natural(ask.family, at, cavity, curvature(key, place.log_f, at.mean.shape))
         information = jnp.broadcast_to(self.scale * factor.num_obs, at.mean.shape) * single(at.root) ** 2
         return _natural(ask.family, at, cavity, information)
 
@@ -374,7 +374,7 @@ def _natural(
 def _squared(key: Array, factor: Factor, place: Place, x: Array) -> Array:
     """One term of the diagonal Fisher information at x, in units of ``place``."""
     if factor.redrawn is None:  # the server's prior: its own curvature
-        return _curvature(key, lambda away: place.log_f(x + away), x.shape, 1)
+        return curvature(key, lambda away: place.log_f(x + away), x.shape, 1)
     return (single(place.at.root) * factor.redrawn(key, _here(place.at, x), place.frame)) ** 2
 
 
@@ -386,7 +386,7 @@ def _information(key: Array, factor: Factor, place: Place, num_draws: int) -> Ar
     return jnp.mean(each, axis=0)
 
 
-def _curvature(key: Array, density: Callable, shape: tuple[int, ...], probes: int = PROBES) -> Array:
+def curvature(key: Array, density: Callable, shape: tuple[int, ...], probes: int = PROBES) -> Array:
     """The diagonal of minus a Hessian at zero: v times Hv, for random signs v; exact where H is diagonal."""
     return -jnp.mean(_probed(key, density, shape, probes, lambda v, hv: v * hv), axis=0)
 

@@ -56,7 +56,7 @@ class HMC(Solver):
     name = "hmc"
     noisy = True
 
-    def _draw(self, key: Array, density: Any, begin: Array, step_size: Any) -> tuple[Array, Array]:
+    def draw(self, key: Array, density: Any, begin: Array, step_size: Any) -> tuple[Array, Array]:
         """Draws (chains, samples, D) and how often proposals were accepted."""
         value_and_grad = jax.value_and_grad(density)
         leaps = jnp.ceil(LENGTH / step_size).astype(int)
@@ -118,7 +118,7 @@ class HMC(Solver):
             at = either(again, co.lower(co.moved(now.at, now.mean, _root(now.cov))), now.at)
             frame = factor.refit(single(at.mean), now.frame, co.LOCAL_STEPS)
             step = jnp.where(again & (now.accepted < POOR), 0.5, 1.0) * now.step
-            draws, accepted = self._draw(draw_key, density_in(at, frame), places, step)
+            draws, accepted = self.draw(draw_key, density_in(at, frame), places, step)
             draws = draws.reshape(-1, d + size)
             x = draws[:, :d]
             mean, cov = jnp.mean(x, axis=0), jnp.atleast_2d(jnp.cov(x.T))
@@ -186,7 +186,7 @@ class NUTS(HMC):
     num_warmup: int = 50
     name = "nuts"
 
-    def _draw(self, key: Array, density: Any, begin: Array, step_size: Any) -> tuple[Array, Array]:
+    def draw(self, key: Array, density: Any, begin: Array, step_size: Any) -> tuple[Array, Array]:
         init_kernel, sample_kernel = hmc(lambda y: -density(y), algo="NUTS")
 
         def chain(key: Array, y: Array) -> tuple[Array, Array]:
