@@ -6,7 +6,19 @@ from numpyro_fed.correct import Correction
 from numpyro_fed.evaluate import evaluate
 from numpyro_fed.fit import Fit
 from numpyro_fed.influence import Conflict, Influence
-from numpyro_fed.methods import EP, PVI, SEP, SFVI, FedAvg, FedPA, Fits, Independent, NonFiniteError, SFVIAvg
+from numpyro_fed.methods import (
+    EP,
+    PVI,
+    SEP,
+    SFVI,
+    FedAvg,
+    FedPA,
+    Fits,
+    Independent,
+    NonFiniteError,
+    SFVIAvg,
+    VerdictWarning,
+)
 from numpyro_fed.partition import Partition, partition
 from numpyro_fed.reference import Reference, nuts
 from numpyro_fed.silos import Silos, split
@@ -35,6 +47,7 @@ __all__ = [
     "SFVIAvg",
     "SiloStore",
     "Silos",
+    "VerdictWarning",
     "compare",
     "datasets",
     "engines",

@@ -31,13 +31,12 @@ from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.families import double, single
 from numpyro_fed.fit import CORRECTED, ById
 from numpyro_fed.guides.normal import GlobalNormal
-from numpyro_fed.keys import check_key
+from numpyro_fed.keys import check_key, digest
 from numpyro_fed.methods.ep import EP
 from numpyro_fed.padding import SiloData
 from numpyro_fed.rows import components_of
 from numpyro_fed.solvers.factor import Marginal, silo_factor, start_frame
 from numpyro_fed.split_model import SplitModel
-from numpyro_fed.tracing import digest
 
 if TYPE_CHECKING:
     from numpyro_fed.fit import Fit

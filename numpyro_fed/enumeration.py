@@ -34,8 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import logsumexp
 
+from numpyro_fed.keys import digest
 from numpyro_fed.partition import Partition, Site
-from numpyro_fed.tracing import PartitionError, digest, provenance
+from numpyro_fed.tracing import PartitionError, provenance
 
 Array = Any
 LIMIT = 100_000  # entries of the largest joint table, per row

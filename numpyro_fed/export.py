@@ -14,10 +14,10 @@ from numpyro import handlers
 
 from numpyro_fed import predict
 from numpyro_fed.forward import ONCE, value_axes
+from numpyro_fed.keys import identity
 from numpyro_fed.padding import SiloData
 from numpyro_fed.partition import Site
 from numpyro_fed.split_model import SplitModel, user_mask
-from numpyro_fed.tracing import digest
 
 if TYPE_CHECKING:
     from numpyro_fed.fit import Fit
@@ -126,7 +126,7 @@ def _within(mask: Array, batch: tuple[int, ...]) -> Array:
 def _log_likelihoods(fit: "Fit", keys: Array, silo: str) -> dict[str, Array]:
     mask, data = fit._data(silo)
     state, _ = fit.state.silo(silo)
-    found = fit._log_likelihoods(keys, np.uint32(digest(silo)), fit.state.server, state, mask, data)
+    found = fit._log_likelihoods(keys, identity(silo), fit.state.server, state, mask, data)
     return _cut(fit, found, silo, data)
 
 

@@ -13,12 +13,12 @@ import pandas as pd
 
 from numpyro_fed import arguments, export, forward, predict, summary, units
 from numpyro_fed.engines.base import Stack
-from numpyro_fed.keys import check_key
+from numpyro_fed.keys import check_key, identity
 from numpyro_fed.padding import Bucket, SiloData, from_arguments, gathered, silo_data
 from numpyro_fed.silos import Silos
 from numpyro_fed.split_model import SplitModel
 from numpyro_fed.store import Names, told
-from numpyro_fed.tracing import digest, provenance
+from numpyro_fed.tracing import provenance
 
 if TYPE_CHECKING:
     from numpyro_fed.correct import Correction
@@ -125,8 +125,8 @@ class Fit:
         mask, own = self._data(silo)
         if self.reads_data:
             self.need_silos(f"draws of {silo!r}'s latents, which the encoder reads off its data,")
-        keys, identity = _keys(rng_key, num_samples), np.uint32(digest(silo))
-        draws, local = self._local_draws(keys, identity, self.state.server, state, mask, own)
+        keys, words = _keys(rng_key, num_samples), identity(silo)
+        draws, local = self._local_draws(keys, words, self.state.server, state, mask, own)
         if self.silos is None:
             local = {name: value for name, value in local.items() if name not in self._from_data}
         return {**draws, **self._unpad(local, silo, own)}
@@ -171,7 +171,7 @@ class Fit:
             )
         new = from_arguments(kwargs, self.split.spec, lengths)
         state, _ = self.state.silo(self.state.names[0])  # an encoder has no parameters in the silos
-        draws, local = self._local_draws(keys, np.uint32(digest(predict.NEW)), self.state.server, state, new.mask, new)
+        draws, local = self._local_draws(keys, identity(predict.NEW), self.state.server, state, new.mask, new)
         if not units.complete(self, data):  # discrete sites are drawn given all of a unit's data
             unseen = {*self.split.partition.enumerated_sites, *self.split.enumeration.drawn}
             local = {name: value for name, value in local.items() if name not in unseen}

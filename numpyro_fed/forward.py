@@ -11,6 +11,7 @@ import numpyro
 from numpyro import handlers
 from numpyro.distributions import Unit
 
+from numpyro_fed.keys import fold_in_name
 from numpyro_fed.padding import SiloData
 from numpyro_fed.partition import Site
 from numpyro_fed.split_model import SplitModel, filled
@@ -69,7 +70,7 @@ def predictor(method: Any, split: SplitModel) -> Callable[..., dict[str, Array]]
 
 def local_key(key: Array, identity: Any) -> Array:
     """Of one silo's locals, the globals being drawn from ``key``: silos are independent given the globals."""
-    return jax.random.fold_in(jax.random.fold_in(key, 1), identity)
+    return fold_in_name(jax.random.fold_in(key, 1), identity)
 
 
 def discrete_key(key: Array, identity: Any) -> Array:

@@ -48,7 +48,7 @@ def empty_frame(split: SplitModel, data: SiloData) -> Frame:
     zeros = split.zeros_local(data.mask)
     return Frame(
         jnp.zeros(split.dim),
-        zeros,
+        split.near_zero_local(data.mask),
         {g: jnp.zeros((*value.shape, split.dim)) for g, value in zeros.items()},
         {g: jnp.broadcast_to(jnp.eye(value.shape[1]), (*value.shape, value.shape[1])) for g, value in zeros.items()},
         jax.tree.map(jnp.ones_like, zeros),

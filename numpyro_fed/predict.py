@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from numpyro_fed.forward import call_of, unit_axes
+from numpyro_fed.keys import identity
 from numpyro_fed.padding import from_arguments, silo_data
 from numpyro_fed.split_model import SplitModel
-from numpyro_fed.tracing import digest
 from numpyro_fed.units import complete, encodes, new_arguments
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def predict(fit: "Fit", keys: Array, data: Mapping[str, Any] | None, silo: str |
         fit.need_silos(f"predictions in {silo!r}, whose latents are read off its data,")
         units = silo_data(fit.any_silos, str(silo), split.spec, split.partition.axes)
     call, arrays = call_of(kwargs, held, lengths)
-    return fit._predictor(keys, np.uint32(digest(silo or NEW)), fit.state.server, state, mask, arrays, call, units)
+    return fit._predictor(keys, identity(silo or NEW), fit.state.server, state, mask, arrays, call, units)
 
 
 def own_units(fit: "Fit", keys: Array, silo: str) -> dict[str, Array]:
@@ -66,7 +65,7 @@ def own_units(fit: "Fit", keys: Array, silo: str) -> dict[str, Array]:
     part = fit.split.partition
     call, arrays = call_of(fit.split.spec.kwargs(data), (*part.local_sites, *part.enumerated_sites), lengths)
     units = data if fit.reads_data or part.enumerated_sites else None
-    draws = fit._predictor(keys, np.uint32(digest(silo)), fit.state.server, state, mask, arrays, call, units)
+    draws = fit._predictor(keys, identity(silo), fit.state.server, state, mask, arrays, call, units)
     return fit._unpad(draws, silo, data)
 
 

@@ -59,7 +59,10 @@ def _exact(split: SplitModel, family: Normal) -> Prior | None:
         if precision is None:
             return None
         both = jax.jit(jax.value_and_grad(log_prior), compiler_options=UNOPTIMISED)
-        at_zero, slope = both(jnp.zeros(d))
+        at_zero = both(jnp.zeros(d))[0]
+        place = _places(d)[0]  # not at zero, where NumPyro's gradients of logits are wrong
+        times = precision @ place if np.ndim(precision) == 2 else precision * place
+        slope = np.asarray(both(jnp.asarray(place))[1]) + times
         if not _linear(both, slope, precision):
             return None
         return Prior(Natural(jnp.asarray(precision), jnp.asarray(slope, jnp.float64)), True, float(at_zero))

@@ -34,12 +34,12 @@ from numpyro.infer.hmc import hmc
 from tqdm.auto import tqdm
 
 from numpyro_fed.engines.base import Stack
-from numpyro_fed.keys import check_key
+from numpyro_fed.keys import check_key, fold_in_name, identity
 from numpyro_fed.padding import SiloData, shared_arrays, stack, without_padding
 from numpyro_fed.silos import Silos
 from numpyro_fed.split_model import SplitModel, split_model
 from numpyro_fed.summary import scalars
-from numpyro_fed.tracing import Model, digest
+from numpyro_fed.tracing import Model
 
 Array = Any
 
@@ -93,7 +93,7 @@ class Reference:
         padded = {axis: mask.shape[0] for axis, mask in data.mask.items()}
         local = self.split.unpadded_local(local, lengths, padded)
         data = without_padding(data, self.split.spec, lengths)  # a deterministic site may be a mean over rows
-        key = jax.random.fold_in(jax.random.key(0), digest(silo))
+        key = fold_in_name(jax.random.key(0), identity(silo))
         values = _constrained_local(self.split, self.unconstrained["z"], local, self.theta, data, key)
         return {name: np.asarray(value if group_by_chain else _flat(value)) for name, value in values.items()}
 
@@ -270,7 +270,7 @@ def _potential(split: SplitModel, theta: dict[str, Array], buckets: Any, shared:
 
 def _point(split: SplitModel, data: Stack) -> dict[str, Any]:
     """Zeros in the shape of the sampler's state: z_G, and each bucket's z_L stacked over its silos."""
-    local = tuple(jax.vmap(split.zeros_local)(bucket.mask) for bucket in data.buckets)
+    local = tuple(split.zeros_locals(bucket.mask, len(bucket.names)) for bucket in data.buckets)
     return {"z": jnp.zeros(split.dim), "local": local}
 
 

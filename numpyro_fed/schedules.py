@@ -24,8 +24,8 @@ from typing import Any, ClassVar, Protocol
 import jax
 import numpy as np
 
+from numpyro_fed.keys import identities, identity, silo_keys
 from numpyro_fed.store import Names, told
-from numpyro_fed.tracing import digest
 
 BLOCK = 16  # durations of a silo that are drawn at once
 HORIZON = 256  # finishes that are worked out at least; then twice as many, whenever a run gets further
@@ -89,9 +89,7 @@ class Sampled:
             return None
         if isinstance(names, Names):
             return _drawn(key, len(names), first, count, self.cohort_size)
-        return np.asarray(
-            _lottery(key, np.array([digest(n) for n in names], np.uint32), first + np.arange(count), self.cohort_size)
-        )
+        return np.asarray(_lottery(key, identities(names), first + np.arange(count), self.cohort_size))
 
 
 def _drawn(key: Any, num_silos: int, first: int, count: int, size: int) -> np.ndarray:
@@ -105,11 +103,11 @@ def _drawn(key: Any, num_silos: int, first: int, count: int, size: int) -> np.nd
 
 
 @partial(jax.jit, static_argnames="size")
-def _lottery(key: Any, identities: np.ndarray, rounds: np.ndarray, size: int) -> Any:
+def _lottery(key: Any, words: np.ndarray, rounds: np.ndarray, size: int) -> Any:
     """Every silo draws a number by its name; the smallest take part. The order of the silos does not matter."""
 
     def one(r: Any) -> Any:
-        draws = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, r), i)))(identities)
+        draws = jax.vmap(jax.random.uniform)(silo_keys(jax.random.fold_in(key, r), words))
         return jax.numpy.sort(jax.numpy.argsort(draws)[:size])
 
     return jax.vmap(one)(rounds)
@@ -152,7 +150,7 @@ class Asynchronous:
 
 @lru_cache(maxsize=8)  # a run asks chunk by chunk
 def _finishers(schedule: Asynchronous, words: tuple[int, ...], names: tuple[str, ...], count: int) -> np.ndarray:
-    """The silos that finish first, second, ...: (count,). Ties go to the smaller digest."""
+    """The silos that finish first, second, ...: (count,). Ties go to the name that comes first."""
     speeds = dict(schedule.speeds)
     silos = [_finishes(schedule.spread, speeds.get(n, 1.0), words, n, j) for j, n in enumerate(names)]
     return np.array([j for *_, j in islice(heapq.merge(*silos), count)], np.int32)
@@ -160,15 +158,14 @@ def _finishers(schedule: Asynchronous, words: tuple[int, ...], names: tuple[str,
 
 def _finishes(
     spread: float, speed: float, words: tuple[int, ...], name: str, j: int
-) -> Iterator[tuple[float, int, str, int]]:
-    """When a silo finishes, for ever: (time, digest, name, j). The times follow from the run's key and the name."""
-    identity = digest(name)
-    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*words, identity))))
+) -> Iterator[tuple[float, str, int]]:
+    """When a silo finishes, for ever: (time, name, j). The times follow from the run's key and the name."""
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*words, *identity(name).tolist()))))
     time = 0.0
     while True:
         for duration in np.exp(spread * generator.standard_normal(BLOCK)).tolist():
             time += duration / speed
-            yield time, identity, name, j
+            yield time, name, j
 
 
 def _check_names(given: Sequence[str], names: tuple[str, ...]) -> None:

@@ -31,12 +31,15 @@ from numpyro.infer.util import _unconstrain_reparam, compute_log_probs, potentia
 
 from numpyro_fed import enumeration as enum
 from numpyro_fed.enumeration import Enumeration, resized
+from numpyro_fed.keys import digest
 from numpyro_fed.padding import CallSpec, SiloData, call_spec, round_up, shared_arrays, silo_data, stack
 from numpyro_fed.partition import Axis, Partition, PartitionError, Site, partition
 from numpyro_fed.silos import Silos
-from numpyro_fed.tracing import UNOPTIMISED, Model, digest, init_to_zero, label, traced
+from numpyro_fed.tracing import UNOPTIMISED, Model, init_to_zero, label, traced
 
 Array = Any
+NEAR_ZERO = 0.01  # where searches begin
+GOLDEN = 0.6180339887498949  # multiples of it, modulo one, are all different
 
 
 class Evaluation(NamedTuple):
@@ -142,6 +145,26 @@ class SplitModel(NamedTuple):
 
     def zeros_local(self, mask: dict[str, Array]) -> dict[str, Array]:
         return {group.name: jnp.zeros((group.num_rows(mask), group.size)) for group in self.groups}
+
+    def zeros_locals(self, mask: dict[str, Array], num: int) -> dict[str, Array]:
+        """Those of ``num`` silos, stacked; there may be no axis that pads."""
+        return jax.vmap(self.zeros_local, axis_size=num)(mask)
+
+    def near_zero_local(self, mask: dict[str, Array]) -> dict[str, Array]:
+        """Where a search for locals begins: all different, none exactly zero.
+
+        NumPyro's gradients of Binomial and Bernoulli logits are wrong where a logit is exactly zero, as that of a
+        random intercept, or of the difference of two, would be. Padding changes no row's place.
+        """
+        out, offset = {}, 0
+        for group in self.groups:
+            shape = (*group.row_shape(mask), group.size)
+            steps = [np.arange(1, size + 1) * GOLDEN ** (k + 1) for k, size in enumerate(shape)]
+            place = sum(np.ix_(*steps), np.asarray(0.37 * offset)) % 1.0
+            values = NEAR_ZERO * (0.5 + place).reshape(-1, group.size)
+            out[group.name] = jnp.asarray(values, jnp.zeros(()).dtype)
+            offset += 1
+        return out
 
     def row_mask(self, group: Group, mask: dict[str, Array]) -> Array:
         """Which rows of a group are real, (rows,)."""

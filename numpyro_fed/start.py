@@ -23,9 +23,10 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.frames import fit_frame
+from numpyro_fed.keys import digest
 from numpyro_fed.padding import SiloData
 from numpyro_fed.split_model import SplitModel
-from numpyro_fed.tracing import digest, provenance
+from numpyro_fed.tracing import provenance
 
 Array = Any
 MAX_ROUNDS = 30
@@ -82,7 +83,7 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
     def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
         zeros = split.zeros_local(data.mask)
         return SiloState(
-            zeros,
+            split.near_zero_local(data.mask),
             jax.tree.map(jnp.ones_like, zeros),
             {group: jnp.zeros((*value.shape, d)) for group, value in zeros.items()},
         )

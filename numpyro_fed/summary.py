@@ -80,6 +80,9 @@ def _facts(fit: "Fit") -> dict[str, str]:
     if "loss" in fit.history:
         rounds = 1 if "moving" in fit.history else 100  # EP's and PVI's are not noisy
         facts["loss"] = f"{np.mean(fit.history['loss'][-rounds:]):.4g}"
+    moving = fit.history.get("moving", np.zeros(0))
+    if len(moving) and np.nanmax(moving[-1:], initial=0.0) >= getattr(fit.method, "tolerance", 0.0) > 0:
+        facts["still moving"] = f"by {moving[-1]:.2g} sds a sweep"
     if fit.correction is not None:
         facts["correction"] = repr(fit.correction)
     facts["global sites"] = ", ".join(fit.split.partition.global_sites) or "none"

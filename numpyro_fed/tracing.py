@@ -6,7 +6,6 @@ costs milliseconds and sees no data.
 
 import inspect
 import math
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -422,8 +421,3 @@ def growth(before: Shape | None, after: Shape | None) -> tuple[int, ...]:
     if before is None or after is None or len(before) != len(after):
         return ()
     return tuple(i - len(before) for i, (a, b) in enumerate(zip(before, after, strict=True)) if b == 2 * a and a > 0)
-
-
-def digest(text: str) -> int:
-    """A small number that two machines agree on; keys are folded with a silo's."""
-    return zlib.crc32(text.encode())

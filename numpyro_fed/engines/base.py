@@ -1,6 +1,6 @@
 """What engines share: the silos' stacked data, keys from names, and the size of what crosses."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, Protocol
 
@@ -10,13 +10,10 @@ import numpy as np
 
 from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
 from numpyro_fed.engines import wire
+from numpyro_fed.keys import identities
 from numpyro_fed.padding import Bucket, CallSpec, SiloData, gathered
 from numpyro_fed.partition import Axis
 from numpyro_fed.store import SiloStore
-from numpyro_fed.tracing import digest
-
-SERVER = digest("\0server")  # no silo can have this name's key: names come from users, who do not type NUL
-START = digest("\0start")
 
 
 class Source(NamedTuple):
@@ -93,14 +90,6 @@ class Engine(Protocol):
         count: int,
         effort: str = "most",  # of the compiler: "most" for thousands of rounds, "some" for tens, "least" for a few
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]: ...
-
-
-def silo_keys(key: Any, identities: Any) -> Any:
-    return jax.vmap(lambda identity: jax.random.fold_in(key, identity))(identities)
-
-
-def identities(names: Sequence[str]) -> np.ndarray:
-    return np.array([digest(name) for name in names], np.uint32)
 
 
 def sent_to(broadcast: Broadcast, j: Any) -> Broadcast:

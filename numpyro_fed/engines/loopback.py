@@ -14,8 +14,8 @@ import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
 from numpyro_fed.engines import wire
-from numpyro_fed.engines.base import SERVER, START, Stack, in_float64, sent_to, stacked
-from numpyro_fed.tracing import digest
+from numpyro_fed.engines.base import Stack, in_float64, sent_to, stacked
+from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Loopback:
             found = []
             for name in bucket.names:
                 received, _ = _through_wire(sent_to(broadcast, stack.names.index(name)))
-                found.append(_init_silo(algorithm, jax.random.fold_in(key, digest(name)), received, stack.data(name)))
+                found.append(_init_silo(algorithm, fold_in_name(key, identity(name)), received, stack.data(name)))
             states.append(stacked(found))
         return server, tuple(states)
 
@@ -64,7 +64,7 @@ class Loopback:
                 received, size = _through_wire(sent_to(broadcast, j))
                 down += size
                 state = jax.tree.map(lambda leaf, at=at: leaf[at], silos[b])
-                key_j = jax.random.fold_in(round_key, digest(name))
+                key_j = fold_in_name(round_key, identity(name))
                 message, state = _silo_step(algorithm, key_j, received, state, data[name])
                 message, size = _through_wire(message)
                 up += size

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
-from numpyro_fed.engines.base import SERVER, START, Source, Stack, in_float64, sent_to, silo_keys, strong
+from numpyro_fed.engines.base import Source, Stack, in_float64, sent_to, strong
+from numpyro_fed.keys import SERVER, START, silo_keys
 from numpyro_fed.padding import SiloData
 from numpyro_fed.tracing import UNOPTIMISED
 

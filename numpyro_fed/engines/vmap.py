@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
-from numpyro_fed.engines.base import SERVER, START, Stack, identities, in_float64, sent_to, silo_keys, strong, zeros
+from numpyro_fed.engines.base import Stack, in_float64, sent_to, strong, zeros
+from numpyro_fed.keys import SERVER, START, identities, silo_keys
 from numpyro_fed.padding import SiloData
 from numpyro_fed.tracing import UNOPTIMISED
 

@@ -14,9 +14,9 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_fed.guides.normal import LOG_2PI
+from numpyro_fed.keys import digest
 from numpyro_fed.padding import SiloData
 from numpyro_fed.split_model import Group, SplitModel
-from numpyro_fed.tracing import digest
 
 Array = Any
 SCALE_RANGE = 2.0  # a draw far out must not make scales overflow: log-scales move linearly, up to about this much

@@ -1,6 +1,6 @@
 """Federated inference methods, one file each."""
 
-from numpyro_fed.methods.base import NonFiniteError
+from numpyro_fed.methods.base import NonFiniteError, VerdictWarning
 from numpyro_fed.methods.ep import EP, SEP
 from numpyro_fed.methods.fedavg import FedAvg
 from numpyro_fed.methods.fedpa import FedPA
@@ -9,4 +9,16 @@ from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
 
-__all__ = ["EP", "PVI", "SEP", "SFVI", "FedAvg", "FedPA", "Fits", "Independent", "NonFiniteError", "SFVIAvg"]
+__all__ = [
+    "EP",
+    "PVI",
+    "SEP",
+    "SFVI",
+    "FedAvg",
+    "FedPA",
+    "Fits",
+    "Independent",
+    "NonFiniteError",
+    "SFVIAvg",
+    "VerdictWarning",
+]

@@ -235,7 +235,8 @@ class Averaging(Method):
         self._check_model(split)
         own = flat(split)
         batching = self._batching(own, stack.example)
-        rows = np.concatenate([np.atleast_1d(jax.vmap(own.rows)(bucket.mask)) for bucket in stack.buckets])
+        counts = lambda bucket: np.atleast_1d(jax.vmap(own.rows, axis_size=len(bucket.names))(bucket.mask))
+        rows = np.concatenate([counts(bucket) for bucket in stack.buckets])
         num = len(stack.names)
         once = lambda function: jax.jit(function, inline=True)  # traced once, used many times
         notes = {

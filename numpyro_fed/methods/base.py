@@ -10,6 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,21 +20,21 @@ from tqdm.auto import tqdm
 
 from numpyro_fed import schedules, start
 from numpyro_fed.algorithm import FederatedAlgorithm, Held, held, stale
-from numpyro_fed.engines.base import SERVER, START, Source, Stack, sent_to, traffic
+from numpyro_fed.engines.base import Source, Stack, sent_to, traffic
 from numpyro_fed.engines.loopback import Loopback
 from numpyro_fed.engines.streamed import Streamed
 from numpyro_fed.engines.vmap import CHUNK, Vmap
 from numpyro_fed.fit import CORRECTED, Fit, State
-from numpyro_fed.keys import check_key
+from numpyro_fed.keys import SERVER, START, check_key, digest, fold_in_name, identity
 from numpyro_fed.padding import SiloData, shared_arrays, stack
 from numpyro_fed.schedules import as_schedule
 from numpyro_fed.silos import Silos, leaves
 from numpyro_fed.split_model import SplitModel, check_support, split_model
 from numpyro_fed.store import Names, SiloStore
-from numpyro_fed.tracing import Model, PartitionError, digest
+from numpyro_fed.tracing import Model, PartitionError
 
 COHORTS = digest("\0cohorts")
-CLOSING = digest("\0closing")  # a run that goes on draws other numbers in the round of the same index
+CLOSING = digest("\0posterior")  # a run that goes on draws other numbers in the round of the same index
 START_CHUNK = 5  # rounds of mode finding between two looks at whether it has converged
 KEPT = 32  # compiled methods kept
 MOST_AT_ONCE = 1000  # silos of a store that may take part in one round without the user's saying so
@@ -43,6 +44,10 @@ class NonFiniteError(FloatingPointError):
     """The loss stopped being a number. ``fit`` is the last good state."""
 
     fit: Any = None
+
+
+class VerdictWarning(UserWarning):
+    """The fit itself doubts its posterior; the message says why and what to type."""
 
 
 class Prepared(NamedTuple):
@@ -375,7 +380,7 @@ class _Runner:
     def _fresh(self, algorithm: FederatedAlgorithm, key: Any, server: Any, name: str) -> Any:
         """The state with which a silo of a store begins each of its rounds."""
         sent = sent_to(algorithm.broadcast(key, server), self.stack.names.index(name))
-        start_key = jax.random.fold_in(jax.random.fold_in(self.key, START), digest(name))
+        start_key = fold_in_name(jax.random.fold_in(self.key, START), identity(name))
         return algorithm.init_silo(start_key, sent, self.stack.data(name))
 
     def _record(self, info: dict, count: int, cohort: int, sent: Any, started: bool = False) -> None:
@@ -429,7 +434,8 @@ class _Runner:
         """A fit of another model or of other data is no start for this one."""
         problem = "init_state is of another model or data"
         _check_shapes(found.loc, jax.ShapeDtypeStruct((split.dim,), jnp.zeros(()).dtype), problem)
-        shapes = tuple(jax.eval_shape(jax.vmap(split.zeros_local), bucket.mask) for bucket in self.stack.buckets)
+        zeros = lambda bucket: jax.eval_shape(partial(split.zeros_locals, num=len(bucket.names)), bucket.mask)
+        shapes = tuple(zeros(bucket) for bucket in self.stack.buckets)
         for local, expected in zip(found.local, shapes, strict=False):
             _check_shapes(local.loc, expected, problem)
 
@@ -555,7 +561,7 @@ class _Runner:
     ) -> None:
         """Name the silos whose message is not finite, and the sites in them; hand over the last good fit."""
         round_key = jax.random.fold_in(key, at)
-        sent = algorithm.broadcast(jax.random.fold_in(round_key, digest("\0server")), server)
+        sent = algorithm.broadcast(jax.random.fold_in(round_key, SERVER), server)
         names = self.stack.names if cohort is None else [self.stack.names[j] for j in np.asarray(cohort).tolist()]
         culprits = []
         for name in names:
@@ -564,7 +570,7 @@ class _Runner:
             else:
                 b, position = self.stack.place(name)
                 state = jax.tree.map(lambda leaf, position=position: leaf[position], states[b])
-            silo_key = jax.random.fold_in(round_key, digest(name))
+            silo_key = fold_in_name(round_key, identity(name))
             message, _ = algorithm.silo_step(
                 silo_key, sent_to(sent, self.stack.names.index(name)), state, self.stack.data(name)
             )

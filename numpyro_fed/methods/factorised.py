@@ -20,11 +20,12 @@ from numpyro_fed import batches, schedules, sites, start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.batches import Batching
 from numpyro_fed.bound import Weighting
-from numpyro_fed.engines.base import Stack, identities
+from numpyro_fed.engines.base import Stack
 from numpyro_fed.families import Natural, as_family, either, power, product, quotient, single
 from numpyro_fed.frames import Frame
 from numpyro_fed.guides.local import draw_rows
-from numpyro_fed.methods.base import Method, Prepared
+from numpyro_fed.keys import fold_in_name, identities
+from numpyro_fed.methods.base import Method, Prepared, VerdictWarning
 from numpyro_fed.optim import check_optim
 from numpyro_fed.padding import SiloData
 from numpyro_fed.partition import PartitionError
@@ -157,6 +158,14 @@ class Factorised(Method):
                 "nothing could be accepted from it: the posterior is not yet that of all silos. Run more rounds "
                 "(init_state=fit.state); if rounds are skipped (fit.history['skipped']), pass damping=0.5 or another "
                 "solver",
+                stacklevel=5,
+            )
+        elif np.max(moving, initial=0.0) >= self.tolerance > 0:
+            warnings.warn(
+                f"the posterior still moves by {np.max(moving):.2g} sds a sweep, above tolerance={self.tolerance:g}: "
+                "it is not yet the method's answer. Run more rounds, run(..., init_state=fit.state); if it does not "
+                "settle, pass damping=0.5 or another solver, or a tolerance= above the solver's noise",
+                VerdictWarning,
                 stacklevel=5,
             )
         return prepared.notes.get("nodes") if np.max(moving) < NEARLY else None
@@ -538,7 +547,7 @@ class Factorised(Method):
 
             def one(identity: Array, state: SiloState, args: Any, mask: Any) -> Array:
                 factor = silo_factor(split, marginal, SiloData(args, mask, stack.shared), state.components)
-                return factor.log_f(z, state.frame, factor.nodes(jax.random.fold_in(key, identity)))
+                return factor.log_f(z, state.frame, factor.nodes(fold_in_name(key, identity)))
 
             total = total + jnp.sum(jax.vmap(one)(identities(bucket.names), states, bucket.args, bucket.mask))
         return total

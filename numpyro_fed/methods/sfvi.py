@@ -22,10 +22,11 @@ from numpyro_fed import batches, start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.batches import Batching, RowOptim, RowState
 from numpyro_fed.bound import Weighting, silo_bound
-from numpyro_fed.engines.base import Stack, identities
+from numpyro_fed.engines.base import Stack
 from numpyro_fed.guides import StructuredNormal, as_guide, local
 from numpyro_fed.guides.normal import GlobalBase
 from numpyro_fed.guides.traced import initial
+from numpyro_fed.keys import fold_in_name, identities
 from numpyro_fed.methods.base import Method, Prepared
 from numpyro_fed.optim import DEFAULT, ENCODER, check_optim, with_horizon
 from numpyro_fed.padding import SiloData
@@ -445,7 +446,7 @@ class SFVI(Method):
 
             def one(identity: Array, state: SiloState, args: Any, mask: Any) -> Array:
                 data = SiloData(args, mask, stack.shared)
-                own = jax.random.fold_in(key, identity)
+                own = fold_in_name(key, identity)
                 return silo_bound(
                     split, guide, weighting, own, state.params, state.base, z, aid, theta, data, state.components
                 ).value

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_fed.families import LOG_2PI, Natural, Normal, double, either, inverse, quotient, single
 from numpyro_fed.solvers.base import Ask
 from numpyro_fed.solvers.factor import Factor
+from numpyro_fed.split_model import GOLDEN, NEAR_ZERO
 from numpyro_fed.start import newton_step
 
 Array = Any
@@ -126,6 +128,11 @@ def lower(at: Coordinates) -> Coordinates:
         return at._replace(root=(signs[:, None] * upper).T)
 
 
+def near_zero(d: int) -> Array:
+    """Where a search in coordinates x begins: hardly away from the origin, and nowhere zero."""
+    return jnp.asarray(NEAR_ZERO * (0.5 + (np.arange(1, d + 1) * GOLDEN) % 1.0), jnp.zeros(()).dtype)
+
+
 class _Step(NamedTuple):
     x: Array
     trial: Array
@@ -180,7 +187,7 @@ def newton(
     zero = jnp.zeros(d)
     first = _Step(
         zero,
-        zero,
+        near_zero(d),  # at exactly zero NumPyro's gradients of logits are wrong
         frame,
         jnp.array(-jnp.inf),
         zero,

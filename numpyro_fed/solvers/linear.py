@@ -137,7 +137,7 @@ class Linear(Solver):
             (x, state), _ = jax.lax.scan(step, (x, state), keys)
             return (x, state, frame), None
 
-        x = jnp.zeros(ask.q.shift.shape)
+        x = co.near_zero(ask.q.shift.shape[0])
         keys = jax.random.split(key, (legs, steps))
         (x, _, frame), _ = jax.lax.scan(leg, (x, optim.init(x), frame), keys)
         at = _moved(at, x, jnp.ones_like(x))

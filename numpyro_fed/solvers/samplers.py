@@ -83,7 +83,7 @@ class HMC(Solver):
         def chain(key: Array, y: Array) -> tuple[Array, Array]:
             keys = jax.random.split(key, self.num_warmup + self.num_samples)
             _, (draws, accepted) = jax.lax.scan(transition, (y, *value_and_grad(y)), keys)
-            return draws[self.num_warmup :], jnp.mean(accepted)
+            return draws[self.num_warmup :], jnp.mean(accepted, dtype=y.dtype)  # a mean of bools is float32
 
         draws, accepted = jax.vmap(chain)(jax.random.split(key, self.num_chains), begin)
         return draws, jnp.mean(accepted)
