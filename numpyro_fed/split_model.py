@@ -38,7 +38,7 @@ from numpyro_fed.silos import Silos
 from numpyro_fed.tracing import UNOPTIMISED, Model, init_to_zero, label, traced
 
 Array = Any
-NEAR_ZERO = 0.01  # where searches begin
+NEAR_ZERO = 1e-5  # where searches begin
 GOLDEN = 0.6180339887498949  # multiples of it, modulo one, are all different
 
 

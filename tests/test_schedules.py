@@ -12,9 +12,9 @@ import numpyro_fed as nf
 from numpyro_fed import algorithm as algorithms
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm, Held, held
-from numpyro_fed.engines.base import SERVER, START, Stack, sent_to, stacked, traffic
+from numpyro_fed.engines.base import Stack, sent_to, stacked, traffic
+from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 from numpyro_fed.padding import Bucket
-from numpyro_fed.tracing import digest
 
 NAMES = ("leeds", "york", "hull", "bath")
 KEY = jax.random.key(0)
@@ -67,8 +67,8 @@ def test_the_order_of_silos_does_not_matter(schedule: Any) -> None:
     assert finishers(NAMES) == finishers(NAMES[::-1]) == finishers(("hull", "leeds", "bath", "york"))
 
 
-def test_ties_go_to_the_smaller_digest() -> None:
-    order = sorted(range(len(NAMES)), key=lambda j: digest(NAMES[j]))
+def test_ties_go_to_the_name_that_comes_first() -> None:
+    order = sorted(range(len(NAMES)), key=NAMES.__getitem__)
     assert SCHEDULES["in turns"].cohorts(KEY, NAMES, 0, 12)[:, 0].tolist() == 3 * order  # type: ignore[index]
 
 
@@ -227,12 +227,12 @@ def simulated(algorithm: FederatedAlgorithm, cohorts: np.ndarray) -> tuple[Any, 
     key = jax.random.fold_in(start, SERVER)
     server = algorithm.init(key)
     mail = {name: sent_to(algorithm.broadcast(key, server), j) for j, name in enumerate(NAMES)}
-    silos = {n: algorithm.init_silo(jax.random.fold_in(start, digest(n)), mail[n], stack.data(n)) for n in NAMES}
+    silos = {n: algorithm.init_silo(fold_in_name(start, identity(n)), mail[n], stack.data(n)) for n in NAMES}
     losses = []
     for r, cohort in enumerate(cohorts):
         key, messages = jax.random.fold_in(KEY, r), []
         for name in (NAMES[j] for j in cohort):
-            key_j = jax.random.fold_in(key, digest(name))
+            key_j = fold_in_name(key, identity(name))
             message, silos[name] = algorithm.silo_step(key_j, mail[name], silos[name], stack.data(name))
             messages.append(message)
         gathered = algorithm.aggregate(stacked(messages), Cohort(jnp.asarray(cohort), J))

@@ -10,9 +10,8 @@ import pytest
 from numpyro.infer.util import potential_energy
 
 import numpyro_fed as nf
-from numpyro_fed.engines.base import SERVER, START
 from numpyro_fed.engines.vmap import Vmap
-from numpyro_fed.tracing import digest
+from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 
 
 def groups(y):
@@ -65,9 +64,11 @@ def test_path_is_that_of_centralised_structured_inference(x64, sizes):
     pooled = {k: np.concatenate([silos[n][k] for n in silos.names]) for k in ("x", "y")}
     ends = np.cumsum(sizes)
     n, d = ends[-1], 3
-    normal = lambda round_, name, shape: jax.random.normal(
-        jax.random.fold_in(jax.random.fold_in(key, round_), SERVER if name is None else digest(name)), shape
-    )
+
+    def normal(round_, name, shape):
+        at = jax.random.fold_in(key, round_)
+        own = jax.random.fold_in(at, SERVER) if name is None else fold_in_name(at, identity(name))
+        return jax.random.normal(own, shape)
 
     def negative_elbo(params, eps_global, eps_local):
         fixed = jax.lax.stop_gradient(params)

@@ -10,6 +10,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.barycenter import barycenter, w2
+from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.methods.sfvi_avg import _sizes
 
 
@@ -79,7 +80,7 @@ def test_a_round_is_local_steps_and_a_barycenter(x64, weights):
     for name, n in zip(silos.names, sizes, strict=True):
         server = begin._replace(opt_state=optax.adam(0.05).init((begin.params, begin.theta)))
         state = own.init_silo(jax.random.key(0), own.broadcast(jax.random.key(0), server), stack.data(name))
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(3), 0), nf.tracing.digest(name))
+        key = fold_in_name(jax.random.fold_in(jax.random.key(3), 0), identity(name))
         for step in jax.random.split(key, 7):
             at_server, in_silo = jax.random.split(step)
             message, state = own.silo_step(in_silo, own.broadcast(at_server, server), state, stack.data(name))

@@ -352,7 +352,7 @@ def test_cohorts_of_similar_sizes_share_a_program(store):
     lengths = {source.cohort([i])[2]["rows"].shape[1] for i in range(12)}
     assert lengths == {1, 2, 4, 8}
     identities, args, mask = source.cohort([4, 0])
-    assert identities.shape == (2,)
+    assert identities.shape == (2, 2)
     np.testing.assert_array_equal(mask["rows"].sum(axis=1), [5, 1])
     np.testing.assert_array_equal(args[0][1], np.repeat(read(0)["x"], 8, axis=0))  # the last row, again and again
 
