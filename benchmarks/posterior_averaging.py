@@ -24,9 +24,9 @@ import optax
 
 import numpyro_fed as nf
 from benchmarks.common import table
-from numpyro_fed import moments
 from numpyro_fed.algorithm import Broadcast
 from numpyro_fed.methods.averaging import Sent
+from numpyro_fed.normal import moments
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 

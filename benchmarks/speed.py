@@ -22,10 +22,11 @@ from numpyro.infer.autoguide import AutoNormal
 import numpyro_fed as nf
 from examples.six_cities import model
 from numpyro_fed.algorithm import Cohort
-from numpyro_fed.engines.base import apart, sent_to, stacked
-from numpyro_fed.engines.vmap import _QUICK, CHUNK
+from numpyro_fed.data.padding import silo_data
+from numpyro_fed.engines.base import sent_to
+from numpyro_fed.engines.vmap import CHUNK
 from numpyro_fed.methods import base
-from numpyro_fed.padding import silo_data
+from numpyro_fed.precision import QUICK, apart, stacked
 
 DATA = nf.datasets.six_cities()
 
@@ -142,7 +143,7 @@ def ep_apart(silos, num_rounds):
         prepared, stack = method.ready(silos)
         algorithm = apart(prepared.algorithm, False)
         with jax.enable_x64(True):
-            quick = lambda function: jax.jit(function, compiler_options=_QUICK)
+            quick = lambda function: jax.jit(function, compiler_options=QUICK)
             step, close = quick(algorithm.silo_step), quick(algorithm.server_step)
             server = algorithm.init(key)
             server = method.with_schedule(prepared, server, nf.schedules.as_schedule(None), stack.names)

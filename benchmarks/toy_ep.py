@@ -6,7 +6,7 @@ finds it by passing messages: its first round is FedPA with the diagonal family 
 
 Covariances are drawn as Sigma_k ~ InvWishart(7, Psi) / 0.2 and means as mu_k ~ N(0, Sigma_k) (Guo et al. 2023, section
 3.1), with one random Psi whose eigenvalues lie between 1 and 2. The silos' projections are exact, so the algebra of
-``numpyro_fed.families`` and ``numpyro_fed.sites`` is all that runs.
+``numpyro_fed.normal.families`` and ``numpyro_fed.normal.sites`` is all that runs.
 
 Run it with ``python -m benchmarks.toy_ep``.
 """
@@ -19,8 +19,8 @@ import numpy as np
 from scipy.stats import invwishart
 
 from benchmarks.common import table
-from numpyro_fed import sites
-from numpyro_fed.families import DIAGONAL, IDENTITY, Natural, inverse, product, quotient, summed
+from numpyro_fed.normal import sites
+from numpyro_fed.normal.families import DIAGONAL, IDENTITY, Natural, inverse, product, quotient, summed
 
 FAMILIES = {"diagonal": DIAGONAL, "one variance": IDENTITY, "fixed variance": None}
 SHOWN = (1, 2, 3, 5, 10, 20, 50)

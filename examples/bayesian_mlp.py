@@ -34,7 +34,7 @@ from numpyro.contrib.module import random_nnx_module
 from numpyro.infer import init_to_median
 
 import numpyro_fed as nf
-from numpyro_fed.evaluate import evaluate
+from numpyro_fed.judge.evaluate import evaluate
 
 try:
     from flax import nnx

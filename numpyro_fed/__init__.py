@@ -1,11 +1,13 @@
 """Federated Bayesian inference on NumPyro."""
 
-from numpyro_fed import datasets, engines, guides, partitioners, schedules, solvers
-from numpyro_fed.compare import Comparison, compare
-from numpyro_fed.correct import Correction
-from numpyro_fed.evaluate import evaluate
-from numpyro_fed.fit import Fit
-from numpyro_fed.influence import Conflict, Influence
+from numpyro_fed import engines, guides, schedules, solvers
+from numpyro_fed.data import datasets, partitioners
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.split import split
+from numpyro_fed.data.store import SiloStore
+from numpyro_fed.judge.compare import Comparison, compare
+from numpyro_fed.judge.evaluate import evaluate
+from numpyro_fed.judge.nuts import Reference, nuts
 from numpyro_fed.methods import (
     EP,
     PVI,
@@ -19,12 +21,13 @@ from numpyro_fed.methods import (
     SFVIAvg,
     VerdictWarning,
 )
-from numpyro_fed.partition import Partition, partition
-from numpyro_fed.reference import Reference, nuts
-from numpyro_fed.silos import Silos, split
-from numpyro_fed.storage import load
-from numpyro_fed.store import SiloStore
-from numpyro_fed.tracing import PartitionError
+from numpyro_fed.model.partition import partition
+from numpyro_fed.model.partition_table import Partition
+from numpyro_fed.model.trace import PartitionError
+from numpyro_fed.results.correction import Correction
+from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.influence_tables import Conflict, Influence
+from numpyro_fed.results.storage import load
 
 __all__ = [
     "EP",

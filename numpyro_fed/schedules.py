@@ -24,13 +24,12 @@ from typing import Any, ClassVar, Protocol
 import jax
 import numpy as np
 
+from numpyro_fed.checks import told
 from numpyro_fed.keys import identities, identity, silo_keys
-from numpyro_fed.store import Names, told
 
 BLOCK = 16  # durations of a silo that are drawn at once
 HORIZON = 256  # finishes that are worked out at least; then twice as many, whenever a run gets further
 WIDEST = 5.0  # sd of a log duration; every third pair then differs by a factor of over 1000
-
 USE = (
     "use 'synchronous', 'sequential', 'asynchronous', nf.schedules.sampled(cohort_size), "
     "nf.schedules.asynchronous(speeds={name: speed}) or nf.schedules.fixed([[name], ...])"
@@ -87,7 +86,7 @@ class Sampled:
             raise ValueError(f"cohort_size is {self.cohort_size}, but there are {len(names)} silos")
         if self.cohort_size == len(names):
             return None
-        if isinstance(names, Names):
+        if getattr(names, "lazy", False):
             return _drawn(key, len(names), first, count, self.cohort_size)
         return np.asarray(_lottery(key, identities(names), first + np.arange(count), self.cohort_size))
 

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.fit import Fit, State
-from numpyro_fed.padding import stack
-from numpyro_fed.silos import Silos
-from numpyro_fed.split_model import SplitModel, split_model
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.stack import stack
+from numpyro_fed.model.build import split_model
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.state import State
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from numpyro.contrib.module import nnx_module, random_nnx_module
 from numpyro.distributions import constraints, transforms
 from numpyro.infer.reparam import LocScaleReparam
 
-from numpyro_fed.silos import Silos, split
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.split import split
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,11 @@ from numpyro import handlers
 from numpyro.primitives import mutable
 
 from numpyro_fed import schedules
-from numpyro_fed.partition import PartitionError, partition
-from numpyro_fed.silos import Silos, split
-from numpyro_fed.split_model import split_model
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.split import split
+from numpyro_fed.model.build import split_model
+from numpyro_fed.model.partition import partition
+from numpyro_fed.model.trace import PartitionError
 
 
 class Bad(NamedTuple):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ott.geometry.costs import Bures
 
-from numpyro_fed.barycenter import barycenter, diagonal_barycenter, w2, w2_diagonal
+from numpyro_fed.normal.barycenter import barycenter, diagonal_barycenter, w2, w2_diagonal
 
 ROUNDING = {jnp.float32: 1e-5, jnp.float64: 1e-9}  # errors of a converged iteration, relative to the sds
 

@@ -10,13 +10,13 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed import batches
-from numpyro_fed.bound import Weighting, silo_bound
-from numpyro_fed.engines.base import Stack
+from numpyro_fed.data.padding import silo_data
+from numpyro_fed.data.stack import Bucket, Stack
 from numpyro_fed.guides import StructuredNormal
-from numpyro_fed.padding import Bucket, silo_data
-from numpyro_fed.rows import find_components
-from numpyro_fed.split_model import split_model
+from numpyro_fed.local import minibatch
+from numpyro_fed.local.bound import Weighting, silo_bound
+from numpyro_fed.model.build import split_model
+from numpyro_fed.model.rows import find_components
 
 
 def rows(x, y):
@@ -103,37 +103,37 @@ def test_mean_over_all_minibatches_is_the_whole_silo(x64, case):
     eps = {g.name: jnp.asarray(noise.normal(size=(num, g.num_rows(data.mask), g.size))) for g in split.groups}
     add = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
     stack = Stack(("0",), (Bucket(("0",), add(data.args), add(data.mask)),), data.shared)
-    plan = batches.plan(split, stack, weighting, 2, None if found is None else [add(found)])
+    plan = minibatch.plan(split, stack, weighting, 2, None if found is None else [add(found)])
     drawn = tuple(g.name for g in split.groups if g.axes)
 
     def bound(taken=None):
         held = eps
         if taken is not None and taken.place is not None:
-            take = lambda name: batches.gather({name: jnp.moveaxis(eps[name], 1, 0)}, taken, drawn)[name]
+            take = lambda name: minibatch.gather({name: jnp.moveaxis(eps[name], 1, 0)}, taken, drawn)[name]
             held = {name: jnp.moveaxis(take(name), 0, 1) for name in eps}
-        own_params = params if taken is None else batches.gather(params, taken, drawn)
-        take = (lambda tree: tree) if taken is None else (lambda tree: batches.gather(tree, taken, drawn))
+        own_params = params if taken is None else minibatch.gather(params, taken, drawn)
+        take = (lambda tree: tree) if taken is None else (lambda tree: minibatch.gather(tree, taken, drawn))
         own_base = guide.take_rows(base, take) if split.groups else base
         given = (data, found, None) if taken is None else (taken.data, taken.components, taken.batch)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("numpyro_fed.guides.local.draw_rows", lambda *_: held)
+            patch.setattr("numpyro_fed.local.conditional.draw_rows", lambda *_: held)
             out = silo_bound(
                 split, guide, weighting, jax.random.key(0), own_params, own_base, z, z + 0.1, split.theta, *given
             )
         if taken is None:
             return out
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return out._replace(params=batches.scatter(zeros, out.params, taken, drawn) if split.groups else out.params)
+        return out._replace(params=minibatch.scatter(zeros, out.params, taken, drawn) if split.groups else out.params)
 
     if plan.limit:
         heads = np.unique(np.asarray(found.rows["groups"])[: silos["0"]["num_groups"]])
         number, pairs = found.rows["groups"].shape[0], itertools.combinations(heads, 2)
         choices = np.array([np.isin(np.arange(number), some) for some in pairs])
-        take = lambda choice: batches.take_groups(split, plan, data, found, choice, len(heads))
+        take = lambda choice: minibatch.take_groups(split, plan, data, found, choice, len(heads))
     else:
         total = silos["0"]["y"].shape[0] // plan.rows
         choices = np.array(list(itertools.combinations(range(total), 2)))
-        take = lambda choice: batches.take_rows(split, plan, data, found, choice, jnp.array(total))
+        take = lambda choice: minibatch.take_rows(split, plan, data, found, choice, jnp.array(total))
     whole = jax.jit(bound)()
     mean = jax.tree.map(lambda leaf: leaf.mean(axis=0), jax.jit(jax.vmap(lambda c: bound(take(c))))(choices))
     for field in ("value", "z", "aid", "theta", "params"):
@@ -144,7 +144,7 @@ def test_mean_over_all_minibatches_is_the_whole_silo(x64, case):
 def test_every_set_of_rows_is_equally_likely():
     """Ten sets of three out of five, 20,000 draws: counts within five standard errors; padding is never drawn."""
     keys = jax.random.split(jax.random.key(0), 20_000)
-    drawn = np.sort(np.asarray(jax.jit(jax.vmap(lambda key: batches.draw(key, jnp.array(5), 3)))(keys)), axis=1)
+    drawn = np.sort(np.asarray(jax.jit(jax.vmap(lambda key: minibatch.draw(key, jnp.array(5), 3)))(keys)), axis=1)
     sets, counts = np.unique(drawn, axis=0, return_counts=True)
     assert len(sets) == 10 and drawn.max() < 5
     assert np.all(np.abs(counts - 2000) < 5 * np.sqrt(2000 * 0.9))
@@ -183,7 +183,7 @@ def test_small_silos_use_all_their_rows(x64):
     silos = silos_of((3, 50))
     split = split_model(flat, silos, check=False)
     data = silo_data(silos, "0", split.spec, split.partition.axes, {"rows": 50})
-    taken = batches.take(split, batches.Batching("rows", 8, 1), jax.random.key(0), data, None)
+    taken = minibatch.take(split, minibatch.Batching("rows", 8, 1), jax.random.key(0), data, None)
     assert float(taken.batch.factor) == 1.0
     np.testing.assert_array_equal(np.sort(np.asarray(taken.data.args[1])[:3]), np.sort(silos["0"]["y"]))
     assert int(taken.data.mask["rows"].sum()) == 3

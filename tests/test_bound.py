@@ -8,11 +8,11 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.bound import Weighting, silo_bound
+from numpyro_fed.data.padding import silo_data
 from numpyro_fed.guides import StructuredNormal
-from numpyro_fed.padding import silo_data
-from numpyro_fed.rows import aligned, find_components
-from numpyro_fed.split_model import split_model
+from numpyro_fed.local.bound import Weighting, silo_bound
+from numpyro_fed.model.build import split_model
+from numpyro_fed.model.rows import aligned, find_components
 
 
 def poisson(y, num_groups, group):

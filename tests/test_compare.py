@@ -10,7 +10,8 @@ import pytest
 from matplotlib import pyplot as plt
 from scipy.stats import norm, wasserstein_distance
 
-from numpyro_fed.compare import compare, density
+from numpyro_fed.judge.compare import compare
+from numpyro_fed.judge.plot import density
 
 matplotlib.use("Agg")
 

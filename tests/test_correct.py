@@ -16,10 +16,12 @@ from scipy.special import logsumexp
 from test_influence import METHOD, make_silos, model, moments, posterior
 
 import numpyro_fed as nf
-from numpyro_fed import correct
 from numpyro_fed.engines.vmap import Vmap
-from numpyro_fed.fit import Fit, State
-from numpyro_fed.start import Found
+from numpyro_fed.results import correction, importance
+from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.state import State
+from numpyro_fed.run import correct
+from numpyro_fed.run.warm_start import Found
 
 KEY = jax.random.key(4)
 NUM = 4000  # draws, always as many: another number is another program
@@ -85,9 +87,9 @@ def test_an_exact_posterior_stays(exact: Fit, silos: nf.Silos) -> None:
     assert shift < 0.005 and log_sd < 0.005  # plain Monte Carlo would have errors of 0.02
     # the share of a normal in points of the t: 1 / E_t[(p / t)^2], over the radius
     radius = np.linspace(1e-3, 12, 20_000)
-    scale = radius / np.sqrt(correct.INFLATION)
+    scale = radius / np.sqrt(importance.INFLATION)
     normal = np.exp(-0.5 * radius**2) / (2 * np.pi)
-    t = (1 + scale**2 / 6) ** -4 / (2 * np.pi * correct.INFLATION)  # (nu + d) / 2 = 4; its constant is 1 / (2 pi)
+    t = (1 + scale**2 / 6) ** -4 / (2 * np.pi * importance.INFLATION)  # (nu + d) / 2 = 4; its constant is 1 / (2 pi)
     ideal = 1 / np.trapezoid(normal**2 / t * 2 * np.pi * radius, radius)
     assert found.ess_share == pytest.approx(ideal, abs=0.01) and found.khat < 0.5 and found.trusted
     x = np.concatenate([silos[name]["x"] for name in silos.names])
@@ -105,7 +107,7 @@ def test_a_wrong_posterior_is_repaired(wrong: Fit, corrected: Fit, silos: nf.Sil
     assert again.correction.ess > corrected.correction.ess  # from around the weighted points
     shift, log_sd = errors(again, silos)
     assert shift < 0.01 and log_sd < 0.01
-    assert isinstance(again.method, correct.CorrectedMethod) and again.method.method == METHOD
+    assert isinstance(again.method, correction.CorrectedMethod) and again.method.method == METHOD
     assert again.num_rounds == 3
 
 
@@ -145,7 +147,7 @@ def test_what_it_says(wrong: Fit, corrected: Fit) -> None:
     assert wrong.correction is None and wrong.uncorrected is wrong
     assert corrected.uncorrected.sample(KEY, 3)["beta"].tolist() == wrong.sample(KEY, 3)["beta"].tolist()
     server = corrected.state.server
-    told = lambda **changes: repr(correct.Correction(server._replace(**changes)))
+    told = lambda **changes: repr(correction.Correction(server._replace(**changes)))
     one = np.full(2048, -30.0)
     one[0] = 0.0
     assert "to be trusted" in told(khat=0.1)
@@ -194,27 +196,29 @@ def test_errors_teach(exact: Fit, corrected: Fit, silos: nf.Silos, tmp_path: Pat
 def test_points_are_a_student_t() -> None:
     with jax.enable_x64(True):
         mean, cov = np.array([1.0, -2.0]), np.array([[4.0, 0.6], [0.6, 0.25]])
-        points, log_density = correct.proposal(KEY, mean, cov, 4096)
+        points, log_density = importance.proposal(KEY, mean, cov, 4096)
         expected = stats.multivariate_t(mean, 1.1 * cov, df=6).logpdf(points)
     np.testing.assert_allclose(log_density, expected, rtol=1e-10)
     white = np.linalg.solve(np.linalg.cholesky(1.1 * cov), (points - mean).T)
     assert stats.kstest(white[0], stats.t(6).cdf).statistic < 0.005  # of random points: about 0.014
     with jax.enable_x64(True):
-        other = correct.proposal(jax.random.key(5), mean, cov, 4096)[0]
-        assert np.array_equal(correct.proposal(KEY, mean, cov, 4096)[0], points) and not np.array_equal(other, points)
+        other = importance.proposal(jax.random.key(5), mean, cov, 4096)[0]
+        assert np.array_equal(importance.proposal(KEY, mean, cov, 4096)[0], points) and not np.array_equal(
+            other, points
+        )
 
 
 def test_weights_are_smoothed() -> None:
     draws = np.random.default_rng(0)
-    equal, khat = correct.pareto_smoothed(np.full(100, -7.0))
+    equal, khat = importance.pareto_smoothed(np.full(100, -7.0))
     assert khat == -np.inf and np.allclose(equal, -np.log(100))
     for shape in (0.2, 0.9):
         given = np.log(stats.genpareto(shape).rvs(4000, random_state=draws) + 1)
-        smoothed, khat = correct.pareto_smoothed(given)
+        smoothed, khat = importance.pareto_smoothed(given)
         assert khat == pytest.approx(shape, abs=0.2) and logsumexp(smoothed) == pytest.approx(0)
         assert np.corrcoef(smoothed, given)[0, 1] > 0.99
     given[:10] = -np.inf
-    assert np.all(np.isneginf(correct.pareto_smoothed(given)[0][:10]))
+    assert np.all(np.isneginf(importance.pareto_smoothed(given)[0][:10]))
 
 
 # --- posteriors that are not normal, and locals that need draws, in the default precision -----------------------------

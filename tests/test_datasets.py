@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from numpyro_fed.datasets import radon, six_cities
+from numpyro_fed.data.datasets import radon, six_cities
 
 DATA = Path(os.environ.get("NUMPYRO_FED_DATA") or "no such directory")
 

@@ -16,14 +16,17 @@ from numpyro import handlers
 from numpyro.infer.util import log_density
 
 import numpyro_fed as nf
-from numpyro_fed import enumeration
-from numpyro_fed.padding import SiloData, silo_data, stack
-from numpyro_fed.partition import PartitionError
-from numpyro_fed.reference import _point, _potential, nuts
-from numpyro_fed.rows import aligned, find_components
-from numpyro_fed.silos import Silos
-from numpyro_fed.split_model import SplitModel, split_model
-from numpyro_fed.tracing import UNOPTIMISED
+from numpyro_fed.data.padding import SiloData, silo_data
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.stack import stack
+from numpyro_fed.judge.nuts import _point, _potential, nuts
+from numpyro_fed.model import discrete as enum
+from numpyro_fed.model import enumeration
+from numpyro_fed.model.build import split_model
+from numpyro_fed.model.rows import aligned, find_components
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.trace import PartitionError
+from numpyro_fed.precision import UNOPTIMISED
 
 
 def run(function: Any, *args: Any) -> Any:
@@ -142,7 +145,7 @@ def test_a_site_of_its_own_plate_is_found_in_long_format_whatever_the_values() -
         kind = jnp.broadcast_to(chosen["kind"], (9,))[county]
         return {"y": jnp.where(kind == 4, effect[:, 0], jnp.where(kind == 5, effect[:, 1], effect[:, 2]))}
 
-    found = np.asarray(enumeration.owners(variable, (9,), probe, "y"))
+    found = np.asarray(enum.owners(variable, (9,), probe, "y"))
     assert np.array_equal(found[:35], county[:35])
 
 

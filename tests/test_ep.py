@@ -11,9 +11,9 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.families import FULL
+from numpyro_fed.normal.families import FULL
+from numpyro_fed.normal.points import enough_points, largest_eigenvalue, normal_points
 from numpyro_fed.solvers import Laplace
-from numpyro_fed.solvers.points import enough_points, largest_eigenvalue, normal_points
 
 NOISE = 0.7
 

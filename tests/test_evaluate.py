@@ -15,8 +15,9 @@ from numpyro.contrib.control_flow import scan
 from scipy.special import expit, log_softmax, softmax
 
 import numpyro_fed as nf
-from numpyro_fed.evaluate import accuracy, ece, evaluate, log_likelihood, reliability
-from numpyro_fed.fit import Fit
+from numpyro_fed.judge.evaluate import evaluate
+from numpyro_fed.judge.metrics import accuracy, ece, log_likelihood, reliability
+from numpyro_fed.results.fit import Fit
 
 KEY = jax.random.key(5)
 X = normal(1, 40, 2)

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_fed import sites
-from numpyro_fed.families import DIAGONAL, FULL, IDENTITY, Natural, as_family, power, product, quotient, single
+from numpyro_fed.normal import sites, trust
+from numpyro_fed.normal.families import DIAGONAL, FULL, IDENTITY, Natural, as_family, power, product, quotient
+from numpyro_fed.precision import single
 
 FAMILIES = {"full": FULL, "diagonal": DIAGONAL, "identity": IDENTITY}
 
@@ -129,7 +130,7 @@ def changes_of(seeds, scale):
 
 @jax.jit
 def _accept(q, changes, ok):
-    return sites.steps_within(FULL, q, changes, jnp.ones(ok.shape[0]), ok)
+    return trust.steps_within(FULL, q, changes, jnp.ones(ok.shape[0]), ok)
 
 
 def accept(q, changes, ok):

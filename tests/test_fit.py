@@ -13,8 +13,8 @@ from given import given_fit
 from models import MODELS, glmm, normal
 from scipy.stats import bernoulli
 
-from numpyro_fed.fit import Fit
-from numpyro_fed.silos import Silos
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.results.fit import Fit
 
 KEY = jax.random.key(7)
 SIZES = {"leeds": 3, "york": 7, "hull": 4}

@@ -8,9 +8,10 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.guides import StructuredNormal, local
-from numpyro_fed.padding import silo_data
-from numpyro_fed.split_model import split_model
+from numpyro_fed.data.padding import silo_data
+from numpyro_fed.guides import StructuredNormal
+from numpyro_fed.local import conditional
+from numpyro_fed.model.build import split_model
 
 GLOBAL = [StructuredNormal(global_cov=cov) for cov in ("full", "diagonal", "low_rank")]
 LOCAL = [
@@ -77,15 +78,15 @@ def test_density_of_locals_is_that_of_the_draws(x64, guide):
             noise = rng.normal(scale=0.4, size=(real.sum(), real.sum()))
             params["tril"] = params["tril"].at[np.ix_(real, real)].set(noise)
         z, mean = jnp.array([0.3, -1.0]), jnp.array([0.1, 0.2])
-        eps = jax.tree.map(lambda leaf: leaf[0], local.draw_rows(jax.random.key(0), split, data.mask, 1))
+        eps = jax.tree.map(lambda leaf: leaf[0], conditional.draw_rows(jax.random.key(0), split, data.mask, 1))
         given = guide.condition(params, base, z, mean)
-        off_mean = local.spread(given, eps)
-        drawn = local.sample(given, eps)
+        off_mean = conditional.spread(given, eps)
+        drawn = conditional.sample(given, eps)
         active = {g: jnp.broadcast_to(valid[g][:, None], drawn[g].shape) for g in drawn}
-        log_q = sum(jnp.sum(v) for v in local.log_prob_spread(given, off_mean, active).values())
+        log_q = sum(jnp.sum(v) for v in conditional.log_prob_spread(given, off_mean, active).values())
 
         def real_values(eps, given=given, rows=rows):
-            draws = local.sample(given, eps)
+            draws = conditional.sample(given, eps)
             return jnp.concatenate([draws[g][rows[g]].reshape(-1) for g in sorted(draws)])
 
         flat_eps, unravel = jax.flatten_util.ravel_pytree(eps)

@@ -19,9 +19,9 @@ from numpyro.infer.autoguide import (
 
 import numpyro_fed as nf
 from numpyro_fed import optim
+from numpyro_fed.data.padding import silo_data
 from numpyro_fed.guides import Amortised, StructuredNormal, as_guide
-from numpyro_fed.padding import silo_data
-from numpyro_fed.split_model import split_model
+from numpyro_fed.model.build import split_model
 
 
 def positive(y):

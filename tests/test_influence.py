@@ -13,8 +13,8 @@ import pytest
 from scipy.stats import chi2, kstest
 
 import numpyro_fed as nf
-from numpyro_fed.families import Natural
-from numpyro_fed.influence import disagreement
+from numpyro_fed.normal.families import Natural
+from numpyro_fed.results.influence import disagreement
 
 KEY = jax.random.key(3)
 PRIOR_SD, GROUP_SD, NOISE = 2.0, 0.5, 0.7

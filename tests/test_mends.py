@@ -73,7 +73,7 @@ def test_locals_that_start_at_zero():
 
 
 def test_where_searches_begin_no_two_locals_are_alike():
-    from numpyro_fed.split_model import split_model
+    from numpyro_fed.model.build import split_model
 
     split = split_model(villages, rare())
     few, many = (split.near_zero_local({"villages": jnp.ones(n, bool)})["villages"] for n in (3, 8))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_fed import moments
+from numpyro_fed.normal import moments
 
 RHOS = [0.0, 0.01, 1.0, "oas", "rblw"]
 

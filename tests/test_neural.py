@@ -17,9 +17,9 @@ from models import MODELS, NETWORK, Network, last_layer, learned_network, random
 from numpyro.contrib.module import nnx_module, random_nnx_module
 
 import numpyro_fed as nf
-from numpyro_fed.padding import silo_data
-from numpyro_fed.partition import PartitionError
-from numpyro_fed.split_model import split_model
+from numpyro_fed.data.padding import silo_data
+from numpyro_fed.model.build import split_model
+from numpyro_fed.model.trace import PartitionError
 
 WEIGHTS = ("net/hidden.bias", "net/hidden.kernel", "net/out.bias", "net/out.kernel")
 DIAGONAL = dict(guide=nf.guides.StructuredNormal(global_cov="diagonal"))

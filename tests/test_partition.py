@@ -11,8 +11,11 @@ import numpyro.distributions as dist
 import pytest
 from models import MODELS, binary, counties, hospitals, item_response, no_locals, normal, regression, rows
 
-from numpyro_fed.partition import Partition, PartitionError, partition
-from numpyro_fed.silos import Silos, split
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.split import split
+from numpyro_fed.model.partition import partition
+from numpyro_fed.model.partition_table import Partition
+from numpyro_fed.model.trace import PartitionError
 
 
 @pytest.mark.parametrize("name", MODELS)

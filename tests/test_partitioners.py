@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed import partitioners
+from numpyro_fed.data import partitioners
 
 N, J = 600, 6
 Y = np.random.default_rng(0).permutation(np.repeat([0, 1], [420, 180]))

@@ -15,8 +15,8 @@ from given import given_fit
 from models import MODELS, counties, glmm, normal
 from scipy.stats import ks_2samp
 
-from numpyro_fed.fit import Fit
-from numpyro_fed.silos import Silos
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.results.fit import Fit
 
 KEY = jax.random.key(3)
 NUM = 20_000

@@ -12,9 +12,9 @@ import pytest
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_fed.compare import compare
-from numpyro_fed.reference import _fixed_theta, _start, _warn, nuts
-from numpyro_fed.silos import Silos
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.judge.compare import compare
+from numpyro_fed.judge.nuts import _fixed_theta, _start, _warn, nuts
 
 SHORT = dict(num_warmup=300, num_samples=500, num_chains=2, progress_bar=False)
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed import algorithm as algorithms
 from numpyro_fed import schedules
-from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm, Held, held
-from numpyro_fed.engines.base import Stack, sent_to, stacked, traffic
+from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.data.stack import Bucket, Stack
+from numpyro_fed.engines.base import sent_to, traffic
+from numpyro_fed.engines.stale import Held, held, stale
 from numpyro_fed.keys import SERVER, START, fold_in_name, identity
-from numpyro_fed.padding import Bucket
+from numpyro_fed.precision import stacked
 
 NAMES = ("leeds", "york", "hull", "bath")
 KEY = jax.random.key(0)
@@ -253,7 +254,7 @@ def assert_trees_equal(got: Any, expected: Any, atol: float = 1e-12) -> None:
 @pytest.mark.parametrize("size", [1, 2], ids=["one finishes", "two finish"])
 def test_engines_run_stale_messages_as_plain_python_does(x64: None, engine: Any, size: int) -> None:
     cohorts = cohorts_of(24) if size == 1 else np.asarray(schedules.sampled(2).cohorts(KEY, NAMES, 0, 24))
-    server, silos, info = run(engine, algorithms.stale(INNER, J), cohorts, len(cohorts))
+    server, silos, info = run(engine, stale(INNER, J), cohorts, len(cohorts))
     expected, states, losses = simulated(INNER, cohorts)
     assert_trees_equal(server.server, expected)
     np.testing.assert_allclose(info["loss"], losses, atol=1e-12)
@@ -265,7 +266,7 @@ def test_engines_run_stale_messages_as_plain_python_does(x64: None, engine: Any,
 
 
 def test_engines_agree_in_float32() -> None:
-    algorithm, cohorts = algorithms.stale(INNER, J), cohorts_of(20)
+    algorithm, cohorts = stale(INNER, J), cohorts_of(20)
     (server, silos, info), (server_, silos_, info_) = (run(e, algorithm, cohorts, 20) for e in ENGINES.values())
     assert_trees_equal((server, silos), (server_, silos_), atol=1e-5)
     np.testing.assert_allclose(info["loss"], info_["loss"], atol=1e-5)
@@ -273,7 +274,7 @@ def test_engines_agree_in_float32() -> None:
 
 @every_engine
 def test_with_everyone_in_every_round_nothing_is_stale(x64: None, engine: Any) -> None:
-    server, silos, info = run(engine, algorithms.stale(INNER, J), None, 10)
+    server, silos, info = run(engine, stale(INNER, J), None, 10)
     expected, silos_, info_ = run(engine, INNER, None, 10)
     assert_trees_equal((server.server, silos), (expected, silos_))
     np.testing.assert_allclose(info["loss"], info_["loss"], atol=1e-12)
@@ -281,7 +282,7 @@ def test_with_everyone_in_every_round_nothing_is_stale(x64: None, engine: Any) -
 
 @every_engine
 def test_twice_in_a_row_is_from_the_newest_broadcast_and_others_keep_theirs(x64: None, engine: Any) -> None:
-    algorithm = algorithms.stale(INNER, J)
+    algorithm = stale(INNER, J)
     received = lambda silos: float(silos[1][1][0])  # what york, first of its bucket, was told last
     once, silos, _ = run(engine, algorithm, np.array([[0], [1]]), 2)
     assert received(silos) == 0.5  # the broadcast before any round, although leeds has moved the server since
@@ -294,7 +295,7 @@ def test_twice_in_a_row_is_from_the_newest_broadcast_and_others_keep_theirs(x64:
 
 @every_engine
 def test_a_run_goes_on_from_where_it_was(x64: None, engine: Any) -> None:
-    algorithm, cohorts = algorithms.stale(INNER, J), cohorts_of(12)
+    algorithm, cohorts = stale(INNER, J), cohorts_of(12)
     whole, silos, _ = run(engine, algorithm, cohorts, 12)
     server, states, _ = run(engine, algorithm, cohorts, 5)
     again, states, _ = engine.rounds(algorithm, KEY, data(), server, states, 5, cohorts[5:], 7)
@@ -302,7 +303,7 @@ def test_a_run_goes_on_from_where_it_was(x64: None, engine: Any) -> None:
 
 
 def test_no_more_bytes_than_without() -> None:
-    algorithm, stack = algorithms.stale(INNER, J), data()
+    algorithm, stack = stale(INNER, J), data()
     silo = (jnp.int32(0), jnp.zeros(()))
     plain = traffic(INNER, INNER.init(KEY), silo, stack.data("york"))
     assert traffic(algorithm, algorithm.init(KEY), silo, stack.data("york")) == plain
@@ -311,8 +312,8 @@ def test_no_more_bytes_than_without() -> None:
 
 
 def test_the_same_algorithm_gives_the_same_stale_one() -> None:
-    assert algorithms.stale(INNER, J) is algorithms.stale(INNER, J)
-    assert algorithms.stale(INNER, J) is not algorithms.stale(damped_mean(J), J)
+    assert stale(INNER, J) is stale(INNER, J)
+    assert stale(INNER, J) is not stale(damped_mean(J), J)
 
 
 def test_held_is_everyone_up_to_date() -> None:
@@ -322,7 +323,7 @@ def test_held_is_everyone_up_to_date() -> None:
     assert_trees_equal(
         state.broadcast, Broadcast({"total": jnp.full(4, 2.0), "steps": jnp.full(4, 7)}, jnp.arange(4.0))
     )
-    algorithm = algorithms.stale(INNER, J)
+    algorithm = stale(INNER, J)
     assert_trees_equal(algorithm.init(KEY), held(INNER, INNER.init(KEY), KEY, J))
     received = sent_to(algorithm.broadcast(KEY, state), 3)
     assert_trees_equal(received.each, sent_to(INNER.broadcast(KEY, server), 3))
@@ -346,7 +347,7 @@ def test_float64_leaves_survive_in_a_float32_program_and_the_users_functions_sta
         flags.append(jnp.zeros(()).dtype)
         return Broadcast({"q": server["q"], "step": 0.5, "n": jnp.int32(3), "key": jax.random.key(1)}, server["sites"])
 
-    algorithm = algorithms.stale(
+    algorithm = stale(
         FederatedAlgorithm(
             init=init,
             init_silo=lambda key, broadcast, data: (),

@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.barycenter import barycenter, w2
 from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.methods.sfvi_avg import _sizes
+from numpyro_fed.normal.barycenter import barycenter, w2
 
 
 def groups(y):

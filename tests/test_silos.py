@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 from models import COUNTY, STATE, binary, normal
 
-from numpyro_fed.silos import Silos, split
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.split import split
 
 
 def test_silos_are_a_mapping_of_model_arguments() -> None:

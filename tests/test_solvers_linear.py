@@ -12,14 +12,15 @@ import pytest
 from numpyro import handlers
 
 import numpyro_fed as nf
-from numpyro_fed import prior
-from numpyro_fed.engines.base import apart, sent_to
-from numpyro_fed.families import DIAGONAL, IDENTITY, Natural
-from numpyro_fed.padding import silo_data
+from numpyro_fed.data.padding import silo_data
+from numpyro_fed.engines.base import sent_to
+from numpyro_fed.local.integrate import Marginal, plain_factor, silo_factor, start_frame
+from numpyro_fed.model.build import split_model
+from numpyro_fed.normal import prior
+from numpyro_fed.normal.families import DIAGONAL, IDENTITY, Natural
+from numpyro_fed.precision import apart
 from numpyro_fed.solvers import SOLVERS
 from numpyro_fed.solvers.base import Ask
-from numpyro_fed.solvers.factor import Marginal, plain_factor, silo_factor, start_frame
-from numpyro_fed.split_model import split_model
 
 NAMES = ("iasg", "fisher", "ngvi", "identity")
 SD, NOISE = 2.0, 0.5  # of the prior, of an observation

@@ -15,12 +15,16 @@ from numpyro import handlers
 from numpyro.contrib.funsor import config_enumerate, enum
 from numpyro.infer.util import constrain_fn, potential_energy
 
-from numpyro_fed import padding
-from numpyro_fed import split_model as split_module
-from numpyro_fed.padding import SiloData, bucket_names, silo_data, stack
-from numpyro_fed.partition import Axis, PartitionError
-from numpyro_fed.silos import Silos
-from numpyro_fed.split_model import SplitModel, certify, split_model
+from numpyro_fed.data import stack as stack_module
+from numpyro_fed.data.axis import Axis
+from numpyro_fed.data.padding import SiloData, silo_data
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.stack import bucket_names, stack
+from numpyro_fed.model import certificate
+from numpyro_fed.model.build import split_model
+from numpyro_fed.model.certificate import certify
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.trace import PartitionError
 
 # Programs that run once: compiled without optimisation, in a third of the time.
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -161,7 +165,7 @@ def test_padding_buckets_and_order_change_nothing(name: str, monkeypatch: pytest
     assert any(not np.all(mask) for one in data.values() for mask in one.mask.values()), "nothing is padded here"
     together = run(lambda point: terms(split, silos, point), point)
 
-    monkeypatch.setattr(padding, "bucket_names", lambda names, axes: [[name] for name in names])
+    monkeypatch.setattr(stack_module, "bucket_names", lambda names, axes: [[name] for name in names])
     backwards = Silos({silo: silos.own(silo) for silo in reversed(silos.names)}, shared=silos.shared)
     alone = padded_data(backwards, split)
     local = random_point(split, alone, seed=1).local
@@ -372,13 +376,13 @@ def test_a_density_that_is_not_finite_is_named() -> None:
 
 def test_only_four_silos_are_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
-    original = split_module.silo_data
+    original = certificate.silo_data
 
     def looked_at(silos: Silos, name: str, *rest: Any) -> SiloData:
         seen.add(name)
         return original(silos, name, *rest)
 
-    monkeypatch.setattr(split_module, "silo_data", looked_at)
+    monkeypatch.setattr(certificate, "silo_data", looked_at)
     silos = Silos({f"s{n}": dict(y=normal(n, n)) for n in range(1, 8)})
     certify(split_model(neighbourless, silos, check=False), silos)
     assert len(seen) == 4

@@ -15,10 +15,10 @@ from given import Given, given_fit
 from models import MODELS, glmm, normal
 
 from numpyro_fed import guides
-from numpyro_fed.fit import Fit
+from numpyro_fed.data.silos import Silos
 from numpyro_fed.methods import SFVI
-from numpyro_fed.silos import Silos
-from numpyro_fed.storage import HEADER, decode, encode, keep_in, load, read_from
+from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.storage import HEADER, decode, encode, keep_in, load, read_from
 
 KEY = jax.random.key(5)
 

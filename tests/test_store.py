@@ -12,11 +12,12 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
-from numpyro_fed.engines.base import Source, Stack
+from numpyro_fed.data.names import Names
+from numpyro_fed.data.padding import shared_arrays
+from numpyro_fed.data.stack import Source, Stack, gathered, stack
+from numpyro_fed.data.store import SiloStore
 from numpyro_fed.methods.fedpa import MOST_ASKED
-from numpyro_fed.padding import gathered, shared_arrays, stack
-from numpyro_fed.split_model import split_model
-from numpyro_fed.store import Names, SiloStore
+from numpyro_fed.model.build import split_model
 
 MANY = 342_477
 KEY = jax.random.key(0)

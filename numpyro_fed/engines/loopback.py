@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
+from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
-from numpyro_fed.engines.base import Stack, in_float64, sent_to, stacked
+from numpyro_fed.engines.base import sent_to
 from numpyro_fed.keys import SERVER, START, fold_in_name, identity
+from numpyro_fed.precision import in_float64, stacked
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ import jax
 import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
-from numpyro_fed.engines.base import Source, Stack, in_float64, sent_to, strong
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.data.stack import Source, Stack
+from numpyro_fed.engines.base import sent_to
 from numpyro_fed.keys import SERVER, START, silo_keys
-from numpyro_fed.padding import SiloData
-from numpyro_fed.tracing import UNOPTIMISED
+from numpyro_fed.precision import UNOPTIMISED, in_float64, strong
 
 IN_FLIGHT = 2  # rounds the device has been given: one to work on, one to go on with
 

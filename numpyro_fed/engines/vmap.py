@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
-from numpyro_fed.engines.base import Stack, in_float64, sent_to, strong, zeros
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.data.stack import Stack
+from numpyro_fed.engines.base import sent_to
 from numpyro_fed.keys import SERVER, START, identities, silo_keys
-from numpyro_fed.padding import SiloData
-from numpyro_fed.tracing import UNOPTIMISED
+from numpyro_fed.precision import QUICK, UNOPTIMISED, in_float64, strong, zeros
 
 CHUNK = 512  # rounds between two looks of the host: progress, stopping, interruption
 
@@ -159,9 +160,7 @@ def _run_rounds(
     return jax.lax.fori_loop(0, count, body, (server, silos, history))
 
 
-# XLA's fusion emitters take half of the time to compile, and gain little in programs of this size.
-_QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 _ROUNDS = {
     effort: jax.jit(_run_rounds, static_argnums=(0, 1, 2), compiler_options=options)
-    for effort, options in (("most", None), ("some", _QUICK), ("least", UNOPTIMISED))
+    for effort, options in (("most", None), ("some", QUICK), ("least", UNOPTIMISED))
 }

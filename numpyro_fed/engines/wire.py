@@ -45,18 +45,15 @@ import numpy as np
 
 MAGIC = b"NFW"
 VERSION = 1
-
 _PREAMBLE = struct.Struct("<3sBI")  # magic, version, checksum of all that follows
 _COUNT = struct.Struct("<I")  # number of leaves
 _LEAF = struct.Struct("<IBB")  # checksum of the path, code of the dtype, number of axes; the sizes follow
-
 # Typed keys travel as their words (uint32): the dtype's name, JAX's name for the implementation, words a key.
 _KEYS = {
     "key<fry>": ("threefry2x32", 2),
     "key<rbg>": ("rbg", 4),
     "key<urbg>": ("unsafe_rbg", 4),
 }
-
 # A dtype's code is its place here, so new ones go to the end.
 _DTYPES = (
     "None",

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from numpyro_fed.data.padding import SiloData
 from numpyro_fed.guides.auto import AutoGlobals, check_factory
-from numpyro_fed.guides.local import Conditional
 from numpyro_fed.guides.normal import GlobalNormal, check_global
-from numpyro_fed.padding import SiloData
-from numpyro_fed.split_model import Group, SplitModel
-from numpyro_fed.tracing import provenance
+from numpyro_fed.local.conditional import Conditional
+from numpyro_fed.model.layout import Group
+from numpyro_fed.model.provenance import provenance
+from numpyro_fed.model.split_model import SplitModel
 
 Array = Any
 LOG_SCALE_RANGE = 5.0  # log-scales saturate here: a network that has not learned yet may say anything

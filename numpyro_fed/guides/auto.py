@@ -23,10 +23,10 @@ from numpyro_fed.guides.traced import (
     guide_trace,
     log_densities,
     param_constraints,
-    unconstrained,
     unconstrained_params,
 )
-from numpyro_fed.split_model import SplitModel
+from numpyro_fed.model.initial import unconstrained
+from numpyro_fed.model.split_model import SplitModel
 
 Array = Any
 DRAWS = 1000  # for mean and covariance of a guide that cannot tell them

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoGuide
 
+from numpyro_fed.data.padding import SiloData
 from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.auto import drawn_moments, rebuilt
 from numpyro_fed.guides.normal import GlobalBase
@@ -23,12 +24,12 @@ from numpyro_fed.guides.traced import (
     guide_trace,
     log_densities,
     param_constraints,
-    unconstrained,
     unconstrained_params,
 )
-from numpyro_fed.padding import SiloData
-from numpyro_fed.split_model import SplitModel
-from numpyro_fed.tracing import dependence, growth, trace_silo
+from numpyro_fed.model.initial import unconstrained
+from numpyro_fed.model.provenance import dependence
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.trace import growth, trace_silo
 
 Array = Any
 

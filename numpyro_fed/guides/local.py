@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.scipy.linalg import solve_triangular
 
-from numpyro_fed.guides.normal import LOG_2PI
-from numpyro_fed.keys import digest
-from numpyro_fed.padding import SiloData
-from numpyro_fed.split_model import Group, SplitModel
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.local.conditional import Conditional, flattened
+from numpyro_fed.model.layout import Group
+from numpyro_fed.model.split_model import SplitModel
 
 Array = Any
 SCALE_RANGE = 2.0  # a draw far out must not make scales overflow: log-scales move linearly, up to about this much
@@ -28,15 +26,6 @@ class LocalBase(NamedTuple):
     unit: Array  # (d,): the globals' scale, in which the coupling is measured
     valid: dict[str, Array]  # {group: bool (rows,)}: rows that are not padding
     centre: Array  # (d,): mu_G, where it is not the guide's own mean
-
-
-class Conditional(NamedTuple):
-    """q(z_L | z_G) at one z_G: a normal, row by row unless ``mixing`` joins the rows."""
-
-    loc: dict[str, Array]  # {group: (rows, k)}
-    log_scale: dict[str, Array]  # {group: (rows, k)}
-    tril: dict[str, Array]  # {group: (rows, k (k - 1) / 2)}: strictly lower triangular, where rows have k > 1
-    mixing: Array | None = None  # strictly lower triangular over all locals of a silo
 
 
 class LocalNormal:
@@ -149,57 +138,6 @@ class LocalNormal:
         return found.loc, jax.tree.map(jnp.exp, found.log_scale), coupling
 
 
-def draw_rows(key: Array, split: SplitModel, mask: dict[str, Array], num: int) -> dict[str, Array]:
-    """Standard normals, {group: (num, rows, k)}. A row's numbers depend on its place, not on the padding."""
-    out = {}
-    for group in split.groups:
-        own = key if len(split.groups) == 1 else jax.random.fold_in(key, digest(group.name))
-        shape = group.row_shape(mask)
-        if len(shape) > 1:
-            keys = jax.vmap(lambda i, own=own: jax.random.fold_in(own, i))(jnp.arange(shape[0]))
-            tail = (int(np.prod(shape[1:])), num, group.size)
-            eps = jax.vmap(lambda one, tail=tail: jax.random.normal(one, tail))(keys).reshape(-1, num, group.size)
-        else:
-            eps = jax.random.normal(own, (group.num_rows(mask), num, group.size))
-        out[group.name] = jnp.moveaxis(eps, 1, 0)
-    return out
-
-
-def spread(given: Conditional, eps: dict) -> dict:
-    """z_L minus its mean, from one set of standard normals."""
-    if given.mixing is not None:
-        flat = _flat(eps)
-        eps = _regrouped(flat + given.mixing @ flat, eps)
-    out = {}
-    for group, white in eps.items():
-        if group in given.tril:
-            white = white + jnp.einsum("rij,rj->ri", _unpacked(given.tril[group], white.shape[-1]), white)
-        out[group] = jnp.exp(given.log_scale[group]) * white
-    return out
-
-
-def log_prob_spread(given: Conditional, spread: dict, active: dict) -> dict:
-    """log q(z_L | z_G) from z_L minus its mean, {group: (rows,)}; inactive elements (padding) are left out."""
-    white = {}
-    for group, value in spread.items():
-        white[group] = value * jnp.exp(-given.log_scale[group])
-        if group in given.tril:
-            k = value.shape[-1]
-            unit = _unpacked(given.tril[group], k) + jnp.eye(k)
-            white[group] = solve_triangular(unit, white[group][..., None], lower=True, unit_diagonal=True)[..., 0]
-    if given.mixing is not None:
-        flat = _flat(white)
-        unit = given.mixing + jnp.eye(flat.shape[0])
-        white = _regrouped(solve_triangular(unit, flat, lower=True, unit_diagonal=True), white)
-    density = lambda group: -0.5 * white[group] ** 2 - given.log_scale[group] - 0.5 * LOG_2PI
-    return {group: jnp.sum(jnp.where(active[group], density(group), 0.0), axis=-1) for group in spread}
-
-
-def sample(given: Conditional, eps: dict) -> dict:
-    """z_L from one set of standard normals."""
-    return jax.tree.map(jnp.add, given.loc, spread(given, eps))
-
-
 def _coupled(coupling: Array, shift: Array) -> Array:
     """(rows, k, d) times (d,). For few globals a sum of columns: a batch of small matrix products is slower."""
     if shift.shape[0] > 8:
@@ -207,25 +145,7 @@ def _coupled(coupling: Array, shift: Array) -> Array:
     return sum((coupling[..., a] * shift[a] for a in range(shift.shape[0])), jnp.zeros(coupling.shape[:-1]))
 
 
-def _unpacked(packed: Array, k: int) -> Array:
-    """Strictly lower triangular matrices from their entries: (rows, k (k - 1) / 2) -> (rows, k, k)."""
-    i, j = np.tril_indices(k, -1)
-    return jnp.zeros((*packed.shape[:-1], k, k), packed.dtype).at[..., i, j].set(packed)
-
-
 def _lower(tril: Array, like: dict, valid: dict) -> Array:
     """The strictly lower triangular mixing matrix; padded rows neither mix nor are mixed."""
-    real = _flat({group: jnp.broadcast_to(valid[group][:, None], like[group].shape) for group in like})
+    real = flattened({group: jnp.broadcast_to(valid[group][:, None], like[group].shape) for group in like})
     return jnp.where(real[:, None] & real[None, :], jnp.tril(tril, -1), 0.0)
-
-
-def _flat(values: dict) -> Array:
-    return jnp.concatenate([values[group].reshape(-1) for group in sorted(values)])
-
-
-def _regrouped(flat: Array, like: dict) -> dict:
-    out, start = {}, 0
-    for group in sorted(like):
-        out[group] = flat[start : start + like[group].size].reshape(like[group].shape)
-        start += like[group].size
-    return out

@@ -3,7 +3,7 @@ r"""A normal over the globals, at the server.
 .. math:: z_G = \mu_0 + A_0 \, [\mu + \sigma \odot (L \epsilon)]
 
 with unit lower triangular :math:`L`. The base :math:`(\mu_0, A_0)`, a location and scale found by the start
-(:mod:`numpyro_fed.start`), is not learned: parameters are measured in its units, so that one step size suits a
+(:mod:`numpyro_fed.run.mode`), is not learned: parameters are measured in its units, so that one step size suits a
 coefficient of size 1e-3 and an intercept of 242.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 from numpyro.distributions import LowRankMultivariateNormal
 
-from numpyro_fed.split_model import SplitModel
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.normal.families import LOG_2PI
 
 Array = Any
-LOG_2PI = float(np.log(2 * np.pi))
 START_SD = 0.05  # of every coordinate, where no start is looked for
 JITTER = 0.05  # ... and of its location, which is random: equal topics or hidden units could not be told apart
 FULL_LIMIT = 2000

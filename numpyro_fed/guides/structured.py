@@ -14,7 +14,7 @@ from typing import Any
 from numpyro_fed.guides.auto import AutoGlobals, check_factory
 from numpyro_fed.guides.local import LocalNormal
 from numpyro_fed.guides.normal import GlobalNormal, check_global
-from numpyro_fed.split_model import SplitModel
+from numpyro_fed.model.split_model import SplitModel
 
 Array = Any
 

@@ -1,6 +1,5 @@
 """Federated inference methods, one file each."""
 
-from numpyro_fed.methods.base import NonFiniteError, VerdictWarning
 from numpyro_fed.methods.ep import EP, SEP
 from numpyro_fed.methods.fedavg import FedAvg
 from numpyro_fed.methods.fedpa import FedPA
@@ -8,6 +7,7 @@ from numpyro_fed.methods.independent import Fits, Independent
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
+from numpyro_fed.run.diagnose import NonFiniteError, VerdictWarning
 
 __all__ = [
     "EP",

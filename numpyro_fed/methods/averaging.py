@@ -21,20 +21,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
-from numpyro_fed import batches, start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
-from numpyro_fed.bound import Weighting
-from numpyro_fed.engines.base import Stack
-from numpyro_fed.guides.traced import initial
-from numpyro_fed.methods.base import Method, Prepared
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.data.stack import Stack
+from numpyro_fed.local import minibatch
+from numpyro_fed.local.bound import Weighting
+from numpyro_fed.local.walk import Flat, Steps, Walk, flat
+from numpyro_fed.methods.base import Method
+from numpyro_fed.model.initial import initial
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.trace import PartitionError
+from numpyro_fed.normal.curvature import largest_curvature
 from numpyro_fed.optim import check_optim, with_horizon
-from numpyro_fed.padding import SiloData
-from numpyro_fed.partition import PartitionError
-from numpyro_fed.solvers.linear import curvature, largest_curvature
-from numpyro_fed.split_model import SplitModel
-from numpyro_fed.tracing import UNOPTIMISED
+from numpyro_fed.run import warm_start
+from numpyro_fed.run.prepare import Prepared
 
 Array = Any
 NEAR_ZERO = 0.1  # sd of the location where nobody says where to begin
@@ -71,93 +72,10 @@ class Server(NamedTuple):
     posterior: Any = ()  # set after the last round
 
 
-class Flat(NamedTuple):
-    """The parameters as one vector, and the densities as functions of it."""
-
-    split: SplitModel
-    start: Array  # theta's
-    unravel: Any  # of theta
-
-    @property
-    def size(self) -> int:
-        return self.split.dim + self.start.shape[0]
-
-    def parts(self, w: Array) -> tuple[Array, dict[str, Any]]:
-        z, theta = jax.lax.split(w, (self.split.dim, self.start.shape[0]))
-        return z, self.unravel(theta)
-
-    def joined(self, server: "Server") -> Array:
-        return jnp.concatenate([server.z, ravel_pytree(server.theta)[0].astype(server.z.dtype)])
-
-    def log_prior(self, w: Array) -> Array:
-        return self.split.log_prior(*self.parts(w))
-
-    def prior_precision(self, w: Array) -> np.ndarray:
-        """Minus the Hessian of the log prior, (d, d)."""
-        hessian = jax.jit(jax.hessian(self.log_prior), compiler_options=UNOPTIMISED)
-        return -np.asarray(hessian(w), np.float64)
-
-    def prior_curvature(self, w: Array) -> np.ndarray:
-        """Its diagonal; exact where there is nothing else."""
-        at = lambda w: curvature(jax.random.key(0), lambda away: self.log_prior(w + away), w.shape)
-        return np.asarray(jax.jit(at, compiler_options=UNOPTIMISED)(w), np.float64)
-
-    def log_likelihood(self, w: Array, data: SiloData) -> Array:
-        """Of a silo."""
-        z, theta = self.parts(w)
-        return self.split.log_silo(z, {}, theta, data)
-
-    def estimate(self, batching: batches.Batching, w: Array, data: SiloData, key: Array) -> Array:
-        """The same from a minibatch."""
-        taken = batches.with_replacement(self.split, batching, key, data)
-        z, theta = self.parts(w)
-        return batches.log_silo(self.split, z, theta, taken)
-
-    def rows(self, mask: dict[str, Array]) -> Array:
-        """The silo's number of observations."""
-        part = self.split.partition
-        own = [site for site in part.sites if site.role in ("observed", "factor") and not site.at_server]
-        kinds = {tuple(sorted({axis for axis, _ in site.axes or site.value_axes})) for site in own}
-        counts = [jnp.prod(jnp.stack([jnp.sum(mask[axis], axis=-1) for axis in axes])) for axes in kinds if axes]
-        return sum((count.astype(jnp.zeros(()).dtype) for count in counts), jnp.zeros(())) if counts else jnp.ones(())
-
-
-def flat(split: SplitModel) -> Flat:
-    begin, unravel = ravel_pytree(split.theta)
-    return Flat(split, jnp.asarray(begin, jnp.zeros(()).dtype), unravel)
-
-
 def epoch(notes: dict[str, Any], without: int) -> int:
     """Steps in which the largest silo sees its rows once; another number where every step sees them all."""
     batching = notes["batching"]
     return without if batching is None else max(1, -(-notes["most_rows"] // batching.size))
-
-
-class Steps(NamedTuple):
-    """Where the default optimiser last was, and the gradient and loss there."""
-
-    x: Array
-    gradient: Array
-    total: Array
-    rate: Array
-
-
-class Walk(NamedTuple):
-    """Steps of a silo's optimiser: ``step(x, state, key) -> (x, state, loss before it)``."""
-
-    step: Any
-    state: Any
-    curvature: Array  # the largest of the silo's loss at the start, where steps depend on it
-
-    def go(self, carry: tuple, key: Array, num: int) -> tuple[tuple, Array]:
-        """So many steps from (x, state): where they end, and the loss before the first."""
-
-        def one(carry: tuple, key: Array) -> tuple[tuple, Array]:
-            x, state, value = self.step(*carry, key)
-            return (x, state), value
-
-        carry, values = jax.lax.scan(one, carry, jax.random.split(key, num))
-        return carry, values[0]
 
 
 @dataclass(frozen=True)
@@ -206,13 +124,13 @@ class Averaging(Method):
         """Rounds of federated averaging at the beginning; None: all of them."""
         return None
 
-    def _batching(self, flat: Flat, stack: Stack, size: int | None = None) -> batches.Batching | None:
+    def _batching(self, flat: Flat, stack: Stack, size: int | None = None) -> minibatch.Batching | None:
         """Minibatches of ``batch_size`` rows; None: all of them."""
         size = self.batch_size if size is None else size
         if size is None:
             return None
-        batching = batches.plan(flat.split, stack, Weighting(1), size, None)
-        batches.certify(flat.split, stack, batching, None)
+        batching = minibatch.plan(flat.split, stack, Weighting(1), size, None)
+        minibatch.certify(flat.split, stack, batching, None)
         return batching
 
     def _steps(self, notes: dict[str, Any]) -> int:
@@ -436,14 +354,14 @@ class Averaging(Method):
     def reordered(self, server: Server, order: list[int]) -> Server:
         return server._replace(posterior=())  # a run that goes on looks for it anew
 
-    def adopt(self, split: SplitModel, server: Server, silos: tuple, found: start.Found) -> tuple[Server, tuple]:
+    def adopt(self, split: SplitModel, server: Server, silos: tuple, found: warm_start.Found) -> tuple[Server, tuple]:
         like = lambda new, old: jnp.asarray(new, old.dtype)
         theta = jax.tree.map(like, found.theta, server.theta) if found.theta else server.theta
         return server._replace(z=like(found.loc, server.z), theta=theta), silos
 
-    def found(self, split: SplitModel, server: Server, silos: tuple) -> start.Found:
+    def found(self, split: SplitModel, server: Server, silos: tuple) -> warm_start.Found:
         """A point as the start of another method."""
-        return start.Found(server.z, None, jnp.full(server.z.shape, NEAR_ZERO), server.theta, {}, ())
+        return warm_start.Found(server.z, None, jnp.full(server.z.shape, NEAR_ZERO), server.theta, {}, ())
 
     # --- what a fit asks for ----------------------------------------------------------------------------------------
 

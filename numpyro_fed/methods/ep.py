@@ -5,12 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_fed.engines.base import Stack
+from numpyro_fed.data.stack import Stack
 from numpyro_fed.methods.factorised import Factorised
+from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.solvers import HMC, Importance, Solver, as_solver
-from numpyro_fed.split_model import SplitModel
-
-Array = Any
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 r"""EP and PVI: one algebra, two projections.
 
-The posterior is a product of sites (:mod:`numpyro_fed.sites`), one a silo. Each round the server broadcasts q and sends
-every silo its own site; a silo takes its site out (the cavity), puts its factor in (the tilted distribution), projects
-that onto the family with a solver (:mod:`numpyro_fed.solvers`), and returns what should change, new / q. The server
-adds as much of it as it accepts to that silo's site.
+The posterior is a product of sites (:mod:`numpyro_fed.normal.sites`), one a silo. Each round the server broadcasts q
+and sends every silo its own site; a silo takes its site out (the cavity), puts its factor in (the tilted distribution),
+projects that onto the family with a solver (:mod:`numpyro_fed.solvers`), and returns what should change, new / q. The
+server adds as much of it as it accepts to that silo's site.
 
 A few rounds are enough, and a round's message is O(d^2) numbers (O(d) without correlations), whatever the data.
 """
@@ -16,27 +16,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed import batches, schedules, sites, start
+from numpyro_fed import schedules
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
-from numpyro_fed.batches import Batching
-from numpyro_fed.bound import Weighting
-from numpyro_fed.engines.base import Stack
-from numpyro_fed.families import Natural, as_family, either, power, product, quotient, single
-from numpyro_fed.frames import Frame
-from numpyro_fed.guides.local import draw_rows
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.data.stack import Stack
 from numpyro_fed.keys import fold_in_name, identities
-from numpyro_fed.methods.base import Method, Prepared, VerdictWarning
+from numpyro_fed.local import minibatch
+from numpyro_fed.local.bound import Weighting
+from numpyro_fed.local.conditional import Frame, draw_rows
+from numpyro_fed.local.integrate import DRAWS, NODES, Marginal, plain_factor, silo_factor, start_frame
+from numpyro_fed.local.minibatch import Batching
+from numpyro_fed.methods.base import Method
+from numpyro_fed.model.rows import components_of, finder, how_rows_lie, joined_groups
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.trace import PartitionError
+from numpyro_fed.normal import sites, trust
+from numpyro_fed.normal.affine import Coordinates, coordinates
+from numpyro_fed.normal.families import Natural, as_family, power, product, quotient
+from numpyro_fed.normal.prior import normal_prior
+from numpyro_fed.normal.sites import Sites
 from numpyro_fed.optim import check_optim
-from numpyro_fed.padding import SiloData
-from numpyro_fed.partition import PartitionError
-from numpyro_fed.prior import normal_prior
-from numpyro_fed.rows import components_of, finder, how_rows_lie, joined_groups
-from numpyro_fed.sites import Sites
+from numpyro_fed.precision import either, single
+from numpyro_fed.run import mode as mode_finding
+from numpyro_fed.run import warm_start
+from numpyro_fed.run.diagnose import VerdictWarning
+from numpyro_fed.run.node_check import TOO_FAR, node_check
+from numpyro_fed.run.prepare import Prepared
 from numpyro_fed.solvers import Ask, Solver
-from numpyro_fed.solvers.coordinates import Coordinates, coordinates
-from numpyro_fed.solvers.factor import DRAWS, NODES, Marginal, plain_factor, silo_factor, start_frame
-from numpyro_fed.solvers.nodes import TOO_FAR, node_check
-from numpyro_fed.split_model import SplitModel
 
 Array = Any
 RESTLESS = 0.5  # a round that takes back more than this share of the last one's (squared) move
@@ -236,8 +242,8 @@ class Factorised(Method):
             return None
         if split.groups:
             raise ValueError("batch_size= of a solver is for models without local latents: leave it out")
-        batching = batches.plan(split, stack.example, Weighting(1), size, None)
-        batches.certify(split, stack.example, batching, None)
+        batching = minibatch.plan(split, stack.example, Weighting(1), size, None)
+        minibatch.certify(split, stack.example, batching, None)
         return batching
 
     def _shares(self, split: SplitModel, stack: Stack) -> np.ndarray:
@@ -383,10 +389,10 @@ class Factorised(Method):
                 calm = jnp.where(server.calming, 1 / (1 + 0.5 * visits.astype(jnp.float64)), 1.0)
                 steps = jnp.where(visits == 0, server.first_step, server.step * calm)
             if optim is None:
-                accepted = sites.steps_within(family, old, both, steps, ok, settling(server, old))
+                accepted = trust.steps_within(family, old, both, steps, ok, settling(server, old))
                 moves, opt_state = sites.scaled(jax.tree.map(lambda leaf: sites.zeroed(leaf, ok), both), accepted), ()
             else:
-                moves, opt_state, accepted = sites.optimised(
+                moves, opt_state, accepted = trust.optimised(
                     family, optim, server.opt_state, server.step, old, both, ok, not prior.exact
                 )
             each, last = jax.tree.map(lambda m: m[:-1], moves), jax.tree.map(lambda m: m[-1], moves)
@@ -433,7 +439,7 @@ class Factorised(Method):
 
     # --- starts -----------------------------------------------------------------------------------------------------
 
-    def adopt(self, split: SplitModel, server: Server, silos: tuple, found: start.Found) -> tuple[Server, tuple]:
+    def adopt(self, split: SplitModel, server: Server, silos: tuple, found: warm_start.Found) -> tuple[Server, tuple]:
         """Sites, equal parts, whose product with the prior is what another method found."""
         family, num = as_family(self.family), server.visits.shape[0]
         mean, sd = np.asarray(found.loc, np.float64), np.asarray(found.sd, np.float64)
@@ -458,7 +464,7 @@ class Factorised(Method):
         if not split.groups or not found.local:
             return server, silos
 
-        def begin(state: SiloState, mode: start.SiloState) -> SiloState:
+        def begin(state: SiloState, mode: mode_finding.SiloState) -> SiloState:
             root = {g: jax.vmap(jnp.diag)(scale) for g, scale in mode.scale.items()}
             curvature = jax.tree.map(lambda scale: scale**-2, mode.scale)
             coupling = mode.coupling or state.frame.coupling
@@ -467,21 +473,21 @@ class Factorised(Method):
 
         return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, found.local, strict=True))
 
-    def found(self, split: SplitModel, server: Server, silos: tuple) -> start.Found:
+    def found(self, split: SplitModel, server: Server, silos: tuple) -> warm_start.Found:
         """A fit of this method as the start of another run."""
         family, q = as_family(self.family), self.q(server)
         mean, root = single(family.moments(q))
 
-        def one(state: SiloState) -> start.SiloState:
+        def one(state: SiloState) -> mode_finding.SiloState:
             kept = state.kept
             scale = {g: jnp.sqrt(jnp.sum(r**2, axis=-1)) for g, r in kept.root.items()}
-            return start.SiloState(kept.mean(mean), scale, kept.coupling)
+            return mode_finding.SiloState(kept.mean(mean), scale, kept.coupling)
 
         local = tuple(jax.vmap(one)(state) for state in silos) if split.groups else ()
         if root.ndim < 2:
-            return start.Found(mean, None, jnp.broadcast_to(root, mean.shape), dict(split.theta), {}, local)
+            return warm_start.Found(mean, None, jnp.broadcast_to(root, mean.shape), dict(split.theta), {}, local)
         sd = jax.lax.rsqrt(jnp.diagonal(single(q.precision)))
-        return start.Found(mean, root, sd, dict(split.theta), {}, local)
+        return warm_start.Found(mean, root, sd, dict(split.theta), {}, local)
 
     # --- what a fit asks for ----------------------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import optax
 
-from numpyro_fed.engines.base import Stack
+from numpyro_fed.data.stack import Stack
 from numpyro_fed.methods.averaging import Averaging, Server, epoch
-from numpyro_fed.methods.base import Prepared
-from numpyro_fed.split_model import SplitModel
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.run.prepare import Prepared
 
 Array = Any
 LOCAL_STEPS = 10

@@ -7,8 +7,8 @@ If every silo's posterior were normal, :math:`N(\mu_k, \Sigma_k)`, the mode of t
 so a silo that samples its own posterior around the server's w and answers with
 :math:`\Delta_k = \hat\Sigma_k^{-1} (w - \hat\mu_k)` gives the server a gradient whose zero is that mode, however much
 the silos work between two rounds. Federated averaging takes the identity for :math:`\Sigma_k`, and stops elsewhere.
-Covariances are shrunk estimates from few samples (:mod:`numpyro_fed.moments`), and nothing in a silo is larger than
-samples times dimensions.
+Covariances are shrunk estimates from few samples (:mod:`numpyro_fed.normal.moments`), and nothing in a silo is larger
+than samples times dimensions.
 
 Where we deviate. The paper has no prior: here the server adds its gradient, so that the target is the posterior's mode
 (in unconstrained space); ``prior=False`` gives the paper's. Samples of averaged stochastic gradients are rescaled to
@@ -18,7 +18,6 @@ is added. In the end one more round asks for the silos' precisions at the mode; 
 """
 
 import math
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,37 +26,32 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from numpyro_fed import moments, start
 from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
-from numpyro_fed.batches import Batching
-from numpyro_fed.engines.base import Stack
-from numpyro_fed.families import single
-from numpyro_fed.methods.averaging import Averaging, Flat, Server, epoch, flat
-from numpyro_fed.methods.base import Prepared
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.data.stack import Stack
+from numpyro_fed.local.minibatch import Batching
+from numpyro_fed.local.walk import Flat, flat
+from numpyro_fed.methods.averaging import Averaging, Server, epoch
 from numpyro_fed.methods.fedavg import LOCAL_STEPS, MOST_ROUNDS, ROUNDS
+from numpyro_fed.methods.fedpa_posterior import DENSE, Posterior, dense, low_rank
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.trace import PartitionError
+from numpyro_fed.normal import moments
 from numpyro_fed.optim import falling
-from numpyro_fed.padding import SiloData
-from numpyro_fed.partition import PartitionError
-from numpyro_fed.samplers import SAMPLERS
-from numpyro_fed.split_model import SplitModel
+from numpyro_fed.precision import single
+from numpyro_fed.run import warm_start
+from numpyro_fed.run.prepare import Prepared
+from numpyro_fed.solvers.draws import SAMPLERS
 
 Array = Any
 FEW, MANY = 20, 100  # dimensions: up to which there are plenty of samples, and from which there are few
 BATCH, RHO = 20, 1e-3  # in many dimensions
 PLENTY = 10  # samples for each dimension, so that a covariance needs no shrinking
 THINNING, WARMUP = 10, 200  # steps of Langevin dynamics: between two samples, and before the first
-DENSE = 200  # dimensions up to which the posterior keeps every direction, else so many at most
 MOST_SAMPLED = 500  # dimensions in which a Hessian is still a good idea
 MOST_ASKED = 100  # silos of a store, in the closing round
 MOST_NUMBERS = 50_000_000  # in all messages of the closing round in many dimensions
 MOMENTUM = 0.8
-
-
-class Posterior(NamedTuple):
-    """The normal around the mode, its covariance diag(sds^2) + F'F."""
-
-    sds: Array  # (d,)
-    factor: Array  # (r, d)
 
 
 class Drawn(NamedTuple):
@@ -100,7 +94,7 @@ class FedPA(Averaging):
         init_loc_fn: a NumPyro initialisation strategy (``init_to_sample``) for the globals; by default near zero.
         sampler: ``"iasg"`` (iterate-averaged stochastic gradients, the paper's Algorithm 4), ``"laplace"`` or
             ``"nuts"`` (in up to 500 dimensions, where silos' likelihoods have a mode), or a function
-            (:mod:`numpyro_fed.samplers`).
+            (:mod:`numpyro_fed.solvers.draws`).
         num_samples: l; by default 100, in up to 20 dimensions at least ten times as many, above 100 dimensions 10.
         rho: how sample covariances are shrunk: ``"oas"`` or ``"rblw"`` choose from the samples; a number is the paper's
             :math:`\rho`, with :math:`\hat\Sigma = I / (1 + (\ell - 1) \rho) + \dots`, in units of mean losses (0 is the
@@ -324,18 +318,18 @@ class FedPA(Averaging):
         weights = (rows[:, None] * found.weights).reshape(-1)
         directions = found.directions.reshape(-1, own.size)
         every = own.size <= DENSE or own.size == found.weights.shape[1]
-        make = _dense if every else _low_rank
+        make = dense if every else low_rank
         posterior = make(own, own.joined(server), diagonal, weights, directions, self.prior)
         return server._replace(posterior=jax.tree.map(lambda leaf: jnp.asarray(leaf, server.z.dtype), posterior))
 
     # --- what a fit asks for ----------------------------------------------------------------------------------------
 
-    def found(self, split: SplitModel, server: Server, silos: tuple) -> start.Found:
+    def found(self, split: SplitModel, server: Server, silos: tuple) -> warm_start.Found:
         if not isinstance(server.posterior, Posterior):
             return super().found(split, server, silos)
         sd = np.sqrt(self._variances(split, server))
         chol = np.linalg.cholesky(self.normal(split, server)[1]) if split.dim <= DENSE else None
-        return start.Found(server.z, chol, sd, server.theta, {}, ())
+        return warm_start.Found(server.z, chol, sd, server.theta, {}, ())
 
     def _variances(self, split: SplitModel, server: Server) -> np.ndarray:
         sds, factor = (np.asarray(leaf, np.float64) for leaf in server.posterior)
@@ -382,35 +376,3 @@ class FedPA(Averaging):
             one = lambda args, mask: split.log_silo(z, {}, server.theta, SiloData(args, mask, stack.shared))
             total = total + jnp.sum(jax.vmap(one)(bucket.args, bucket.mask))
         return total
-
-
-def _dense(
-    own: Flat, w: Array, diagonal: np.ndarray, weights: np.ndarray, directions: np.ndarray, prior: bool
-) -> Posterior:
-    """In few dimensions: every direction."""
-    precision = np.diag(diagonal) + directions.T @ (weights[:, None] * directions)
-    if prior:
-        precision += own.prior_precision(w)
-    values, vectors = np.linalg.eigh(0.5 * (precision + precision.T))
-    if values[0] <= 1e-8 * values[-1]:
-        warnings.warn(
-            "the silos' precisions and the prior's add up to a posterior that is flat, or not at a mode, in some "
-            "direction: run more rounds, pass num_samples= (more), or give the parameters a prior that is narrower",
-            stacklevel=6,
-        )
-    values = np.maximum(values, 1e-8 * values[-1])
-    return Posterior(np.zeros(own.size), (vectors / np.sqrt(values)).T)
-
-
-def _low_rank(
-    own: Flat, w: Array, diagonal: np.ndarray, weights: np.ndarray, directions: np.ndarray, prior: bool
-) -> Posterior:
-    r"""In many: with D diagonal, :math:`(D - W'W)^{-1} = D^{-1} + D^{-1} W' (I - W D^{-1} W')^{-1} W D^{-1}`."""
-    if prior:
-        diagonal = diagonal + np.maximum(own.prior_curvature(w), 0.0)
-    factor = np.sqrt(np.maximum(-weights, 0.0))[:, None] * directions
-    scaled = factor / diagonal
-    values, vectors = np.linalg.eigh(scaled @ factor.T)
-    values, vectors = values[::-1][:DENSE], vectors[:, ::-1][:, :DENSE]  # those left out would add variance
-    values = np.clip(values, 0.0, 1 - 1e-8)
-    return Posterior(1 / np.sqrt(diagonal), (vectors / np.sqrt(1 - values)).T @ scaled)

@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed import start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
-from numpyro_fed.engines.base import Stack
-from numpyro_fed.fit import Fit, State
-from numpyro_fed.methods.base import NonFiniteError, Prepared
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.stack import Stack
 from numpyro_fed.methods.sfvi import SFVI
-from numpyro_fed.silos import Silos
-from numpyro_fed.split_model import SplitModel
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.state import State
+from numpyro_fed.run import warm_start
+from numpyro_fed.run.diagnose import NonFiniteError
+from numpyro_fed.run.prepare import Prepared
 
 Array = Any
 
@@ -106,7 +108,7 @@ class Independent(SFVI):
                 return None
             each = [jax.tree.map(lambda leaf, j=j: leaf[j], states) for j in range(states.server.value.shape[0])]
             add_axis = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
-            by_bucket.append([start.found(split, one.server, (add_axis(one.silo),)) for one in each])
+            by_bucket.append([warm_start.found(split, one.server, (add_axis(one.silo),)) for one in each])
         return by_bucket
 
     def adopt(self, split: SplitModel, server: Any, silos: tuple, found: Any) -> tuple[Any, tuple]:

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from numpyro_fed.families import as_family
 from numpyro_fed.methods.factorised import Factorised
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.normal.families import as_family
 from numpyro_fed.solvers import Gradient, NaturalGradient, Solver, as_solver
-from numpyro_fed.split_model import SplitModel
 
-Array = Any
 MOST_NATURAL = 200  # dimensions in which fixed points are still enough for a full covariance
 
 

@@ -18,20 +18,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from numpyro_fed import batches, start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
-from numpyro_fed.batches import Batching, RowOptim, RowState
-from numpyro_fed.bound import Weighting, silo_bound
-from numpyro_fed.engines.base import Stack
-from numpyro_fed.guides import StructuredNormal, as_guide, local
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.data.stack import Stack
+from numpyro_fed.guides import StructuredNormal, as_guide
 from numpyro_fed.guides.normal import GlobalBase
-from numpyro_fed.guides.traced import initial
 from numpyro_fed.keys import fold_in_name, identities
-from numpyro_fed.methods.base import Method, Prepared
+from numpyro_fed.local import conditional, minibatch
+from numpyro_fed.local.bound import Weighting, silo_bound
+from numpyro_fed.local.minibatch import Batching
+from numpyro_fed.local.row_optim import RowOptim, RowState
+from numpyro_fed.methods.base import Method
+from numpyro_fed.model.initial import initial
+from numpyro_fed.model.rows import Components, components_of, finder, how_rows_lie
+from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.optim import DEFAULT, ENCODER, check_optim, with_horizon
-from numpyro_fed.padding import SiloData
-from numpyro_fed.rows import Components, components_of, finder, how_rows_lie
-from numpyro_fed.split_model import SplitModel
+from numpyro_fed.run import mode as mode_finding
+from numpyro_fed.run import warm_start
+from numpyro_fed.run.prepare import Prepared
 
 Array = Any
 IMPORTANCE_SAMPLES = 10  # per row, where rows are separable
@@ -115,7 +119,7 @@ class SFVI(Method):
     importance_samples: int | None = None
     num_particles: int = 1
     silo_optim: Any = None
-    start_rounds: int = start.MAX_ROUNDS
+    start_rounds: int = mode_finding.MAX_ROUNDS
     init_loc_fn: Any = None
     batch_size: int | None = None
     local: Any = None
@@ -169,8 +173,8 @@ class SFVI(Method):
         find = finder(split)
         weighting, batching = self._rows(split, stack, find)
         if batching is not None:
-            batches.certify(split, stack, batching, find)
-        mode = start.newton_start(split) if self._can_start(split) else None
+            minibatch.certify(split, stack, batching, find)
+        mode = mode_finding.newton_start(split) if self._can_start(split) else None
         notes = {"weighting": weighting, "batching": batching, "find": find}
         return Prepared(split, self.algorithm(split, weighting, batching), mode, notes)
 
@@ -181,7 +185,10 @@ class SFVI(Method):
     def _can_start(self, split: SplitModel) -> bool:
         size = split.dim + sum(int(np.size(value)) for value in jax.tree.leaves(split.theta))
         return (
-            self.init_loc_fn is None and self.start_rounds > 0 and 0 < size <= start.MAX_DIM and self.family.can_start
+            self.init_loc_fn is None
+            and self.start_rounds > 0
+            and 0 < size <= mode_finding.MAX_DIM
+            and self.family.can_start
         )
 
     def suits(self, prepared: Prepared, stack: Stack) -> bool:
@@ -210,7 +217,7 @@ class SFVI(Method):
                 f"batch_size= with importance_samples={weighting.num} needs local rows that can be weighted one by "
                 "one, and here they meet: pass importance_samples=1"
             )
-        return weighting, batches.plan(split, stack, weighting, self.batch_size, found)
+        return weighting, minibatch.plan(split, stack, weighting, self.batch_size, found)
 
     def algorithm(
         self, split: SplitModel, weighting: Weighting, batching: Batching | None = None
@@ -277,10 +284,10 @@ class SFVI(Method):
             power = broadcast.each if tempered else None
             params, base, components, batch, taken = silo.params, silo.base, silo.components, None, None
             if batching is not None:
-                taken = batches.take(split, batching, jax.random.fold_in(key, 1), data, components)
+                taken = minibatch.take(split, batching, jax.random.fold_in(key, 1), data, components)
                 data, components, batch = taken.data, taken.components, taken.batch
                 if guide.local_params:
-                    take = lambda tree: batches.gather(tree, taken, silo_optim.rows)
+                    take = lambda tree: minibatch.gather(tree, taken, silo_optim.rows)
                     params, base = take(params), guide.take_rows(base, take)
 
             def one(key: Array, z: Array) -> Any:
@@ -361,22 +368,22 @@ class SFVI(Method):
 
         modes = found.local if source is None else source.local
         if not modes:  # a guide that reads the data has no locals of its own to give
-            modes = tuple(start.SiloState(state.base.loc, state.base.scale, {}) for state in silos)
+            modes = tuple(mode_finding.SiloState(state.base.loc, state.base.scale, {}) for state in silos)
         return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, modes, strict=True))
 
-    def found(self, split: SplitModel, server: ServerState, silos: tuple) -> start.Found:
+    def found(self, split: SplitModel, server: ServerState, silos: tuple) -> warm_start.Found:
         """A fit of this method as the start of another run."""
         guide = self.family.bind(split)
         loc, chol, sd = guide.moments(server.params, server.base)
         aid = self._aid(guide, server)
 
-        def one(state: SiloState) -> start.SiloState:
-            return start.SiloState(*guide.summary_local(state.params, state.base, loc, aid))
+        def one(state: SiloState) -> mode_finding.SiloState:
+            return mode_finding.SiloState(*guide.summary_local(state.params, state.base, loc, aid))
 
         own = tuple((state.params, state.base) for state in silos)
         local = tuple(jax.vmap(one)(state) for state in silos) if split.groups and not guide.needs_data else ()
-        source = start.Source(self.family, server.params, server.base, aid, own)
-        return start.Found(loc, chol, sd, self.theta(server), server.theta_base[1], local, source)
+        source = warm_start.Source(self.family, server.params, server.base, aid, own)
+        return warm_start.Found(loc, chol, sd, self.theta(server), server.theta_base[1], local, source)
 
     def with_rounds(
         self, server: ServerState, silos: tuple, num_rounds: int, share: float = 1.0
@@ -420,8 +427,8 @@ class SFVI(Method):
         aid = self._aid(guide, server)
         if guide.arbitrary:
             return guide.draw_with_density(key, split, silo.params, silo.base, z, aid, self.theta(server), data)[0]
-        eps = jax.tree.map(lambda leaf: leaf[0], local.draw_rows(key, split, mask, 1))
-        return local.sample(guide.condition(silo.params, silo.base, z, aid, data), eps)
+        eps = jax.tree.map(lambda leaf: leaf[0], conditional.draw_rows(key, split, mask, 1))
+        return conditional.sample(guide.condition(silo.params, silo.base, z, aid, data), eps)
 
     def point(
         self, split: SplitModel, server: ServerState, silo: Any, data: SiloData

@@ -2,7 +2,7 @@ r"""SFVI with averaging (SFVI-Avg; Hassan, Salomone and Mengersen 2022, Algorith
 
 Each round a silo takes ``local_steps`` steps of variational inference on its own, its bound multiplied by
 :math:`N / N_j` as if all silos were like it, and sends its :math:`q^{(j)}(z_G)` and :math:`\theta^{(j)}`. The server
-replaces :math:`q(z_G)` by the Wasserstein barycenter of the silos' normals (:mod:`numpyro_fed.barycenter`) and
+replaces :math:`q(z_G)` by the Wasserstein barycenter of the silos' normals (:mod:`numpyro_fed.normal.barycenter`) and
 :math:`\theta` by its mean.
 
 Where we deviate, and why:
@@ -11,7 +11,8 @@ Where we deviate, and why:
   :math:`-\log q(z_{Lj} \mid z_G)`, which tempers the locals' posterior: with random effects their variance runs away.
   We multiply the silo's whole bound, so that a silo's target is :math:`p(z_G)\, p(y_j \mid z_G)^{N / N_j}`.
   ``scaling="paper"`` gives the paper's. Without local latents the two agree.
-- **Units.** The barycenter is taken in the coordinates of the start (:mod:`numpyro_fed.start`), where every posterior
+- **Units.** The barycenter is taken in the coordinates of the start (:mod:`numpyro_fed.run.mode`), where every
+posterior
   sd is about one, so it does not depend on the units of the model's parameters. Where no start is looked for these are
   the model's own.
 - **Centre.** The locals move with :math:`z_G` around the start's centre, not the guide's mean: the same family, and
@@ -26,19 +27,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed import start
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
-from numpyro_fed.barycenter import barycenter, diagonal_barycenter, w2, w2_diagonal
-from numpyro_fed.batches import Batching
-from numpyro_fed.bound import Weighting
-from numpyro_fed.engines.base import Stack
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.data.stack import Stack
 from numpyro_fed.guides import Amortised, StructuredNormal
 from numpyro_fed.guides.normal import GlobalBase
-from numpyro_fed.methods.base import Prepared
+from numpyro_fed.local.bound import Weighting
+from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.methods.sfvi import SFVI, ServerState, SiloState
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.normal.barycenter import barycenter, diagonal_barycenter, w2, w2_diagonal
 from numpyro_fed.optim import DEFAULT, LINEAR, with_horizon
-from numpyro_fed.padding import SiloData
-from numpyro_fed.split_model import SplitModel
+from numpyro_fed.run import warm_start
+from numpyro_fed.run.prepare import Prepared
 
 Array = Any
 
@@ -215,7 +216,7 @@ class SFVIAvg(SFVI):
 
     # --- states -----------------------------------------------------------------------------------------------------
 
-    def adopt(self, split: SplitModel, server: ServerState, silos: tuple, found: start.Found) -> tuple:
+    def adopt(self, split: SplitModel, server: ServerState, silos: tuple, found: warm_start.Found) -> tuple:
         server, local = super().adopt(split, server, tuple(state.local for state in silos), found)
         states = []
         for state, own in zip(silos, local, strict=True):
@@ -223,7 +224,7 @@ class SFVIAvg(SFVI):
             states.append(AvgSiloState(jax.tree.map(repeat, server.opt_state, state.opt_state), own))
         return server._replace(opt_state=()), tuple(states)
 
-    def found(self, split: SplitModel, server: ServerState, silos: tuple) -> start.Found:
+    def found(self, split: SplitModel, server: ServerState, silos: tuple) -> warm_start.Found:
         return super().found(split, server, tuple(state.local for state in silos))
 
     def with_rounds(

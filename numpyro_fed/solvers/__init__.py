@@ -4,11 +4,12 @@ from typing import Any
 
 from numpyro_fed.solvers.base import Ask, Solved, Solver
 from numpyro_fed.solvers.gradient import Gradient
+from numpyro_fed.solvers.hmc import HMC, NUTS
+from numpyro_fed.solvers.iasg import IASG
 from numpyro_fed.solvers.importance import Importance
 from numpyro_fed.solvers.laplace import Laplace
-from numpyro_fed.solvers.linear import IASG, NGVI, Fisher, Identity
+from numpyro_fed.solvers.linear import NGVI, Fisher, Identity
 from numpyro_fed.solvers.natural import NaturalGradient
-from numpyro_fed.solvers.samplers import HMC, NUTS
 
 SOLVERS: dict[str, type[Solver]] = {
     kind.name: kind

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from numpyro_fed.families import Natural, Normal
-from numpyro_fed.solvers.factor import Factor
+from numpyro_fed.local.integrate import Factor
+from numpyro_fed.normal.families import Natural, Normal
 
 Array = Any
 

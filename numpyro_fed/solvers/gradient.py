@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from numpyro_fed.families import Natural, double, quotient, single
+from numpyro_fed.local.integrate import Factor
+from numpyro_fed.normal import affine
+from numpyro_fed.normal.families import Natural, quotient
 from numpyro_fed.optim import check_optim
-from numpyro_fed.solvers import coordinates as co
+from numpyro_fed.precision import double, single
+from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import Ask, Solved, Solver
-from numpyro_fed.solvers.factor import Factor
 
 Array = Any
 
@@ -53,14 +55,14 @@ class Gradient(Solver):
         optim = self.optim or optax.adam(optax.cosine_decay_schedule(0.05, self.num_steps, alpha=0.01))
         cavity = quotient(ask.q, ask.site)
         if d <= self.most_newton:
-            at, frame = co.begin(ask, factor, frame)
-            mean, root = at.mean, at.root if full else co.sds(at)
+            at, frame = newton.begin(ask, factor, frame)
+            mean, root = at.mean, at.root if full else affine.sds(at)
         else:
             mean, root = family.moments(ask.q)
             proper = family.proper(ask.q)
             with jax.enable_x64(True):
                 mean, root = jnp.where(proper, mean, 0.0), jnp.where(proper, root, 1.0)
-        frame = factor.refit(single(mean), frame, co.LOCAL_STEPS)
+        frame = factor.refit(single(mean), frame, newton.LOCAL_STEPS)
         a, b = _whitened(cavity, mean, root)
         here, lower = single((mean, root)), np.tril_indices(d, -1)
         rows = frame.loc if factor.eps_shape else {}
@@ -108,7 +110,7 @@ class Gradient(Solver):
         found = _natural(family, mean, root, params["loc"], chol(params))
         # a bound on the log integral of the tilted distribution, from the last steps
         log_mean = 0.5 * d - jnp.mean(values[-max(1, self.num_steps // 10) :])
-        value = co.log_evidence(ask, co.Coordinates(mean, root), cavity, log_mean)
+        value = affine.log_evidence(ask, affine.Coordinates(mean, root), cavity, log_mean)
         kept = _guided(frame, params["rows"]) if rows else None
         return Solved(found, value, jnp.ones(()), finite, frame, kept)
 

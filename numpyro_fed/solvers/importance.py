@@ -1,6 +1,6 @@
 r"""Moments by importance sampling on fixed points: EP's default in few dimensions.
 
-With points :math:`e_s` (:mod:`numpyro_fed.solvers.points`) placed by the proposal, :math:`z_s = m + R e_s`,
+With points :math:`e_s` (:mod:`numpyro_fed.normal.points`) placed by the proposal, :math:`z_s = m + R e_s`,
 
 .. math::
 
@@ -20,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import logsumexp
 
-from numpyro_fed.families import double, either, quotient, single
-from numpyro_fed.solvers import coordinates as co
+from numpyro_fed.local.integrate import Factor
+from numpyro_fed.normal import affine
+from numpyro_fed.normal.families import quotient
+from numpyro_fed.normal.points import enough_points, normal_points, stable_step
+from numpyro_fed.precision import double, either, single
+from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import Ask, Solved, Solver
-from numpyro_fed.solvers.factor import Factor
-from numpyro_fed.solvers.points import enough_points, normal_points, stable_step
 
 Array = Any
 TRIES = 5
@@ -57,8 +59,8 @@ class Importance(Solver):
         cavity = family.dense(quotient(ask.q, ask.site))
         nodes = factor.nodes(None)
         # a family that cannot keep the tilted's correlations leaves that to the silo
-        known = None if full else either(ask.settling, co.coordinates(family, ask.q), own)
-        begin, frame = co.begin(ask, factor, frame, known)
+        known = None if full else either(ask.settling, affine.coordinates(family, ask.q), own)
+        begin, frame = newton.begin(ask, factor, frame, known)
         least = 1 if full and ask.near else 3  # where q is not what it should be, the proposal has to be found
 
         enough = jnp.where(ask.settling, ENOUGH, BARELY)
@@ -68,10 +70,10 @@ class Importance(Solver):
 
         def attempt(carry: _Try) -> _Try:
             again = (carry.count > 0) & (carry.ess < enough)
-            at = co.moved(carry.at, jnp.zeros(d), jnp.where(again, INFLATION**0.5, 1.0) * jnp.eye(d))
-            frame = factor.refit(single(at.mean), carry.frame, co.LOCAL_STEPS)
-            quadratic = co.seen_from(at, cavity)
-            places = co.placed(at, eps)
+            at = affine.moved(carry.at, jnp.zeros(d), jnp.where(again, INFLATION**0.5, 1.0) * jnp.eye(d))
+            frame = factor.refit(single(at.mean), carry.frame, newton.LOCAL_STEPS)
+            quadratic = affine.seen_from(at, cavity)
+            places = affine.placed(at, eps)
             log_f = jax.lax.map(lambda z: factor.log_f(z, frame, nodes), places, batch_size=factor.batch_of(len(eps)))
             log_w = jax.vmap(lambda x: quadratic(x))(eps) + log_f + 0.5 * jnp.sum(eps**2, axis=1)
             log_w = jnp.where(jnp.isfinite(log_w), log_w, -jnp.inf)
@@ -83,22 +85,22 @@ class Importance(Solver):
             # few effective points make a covariance that is too small in most directions
             few = jnp.clip(1 - ess / (4.0 * d), 0.0, 1.0)
             cov = (1 - few) * cov + few * jnp.eye(d)
-            found = co.lower(co.moved(at, mean, _root(cov)))
-            value = co.log_evidence(ask, at, cavity, logsumexp(log_w) - np.log(len(eps)))
+            found = affine.lower(affine.moved(at, mean, _root(cov)))
+            value = affine.log_evidence(ask, at, cavity, logsumexp(log_w) - np.log(len(eps)))
             return _Try(found, frame, ess / len(eps), value, carry.count + 1)
 
         first = _Try(begin, frame, jnp.zeros(()), jnp.zeros(()), jnp.zeros((), int))
         last = jax.lax.while_loop(unfinished, attempt, first)
         ok = last.ess * len(eps) >= 2 * d
-        kept = co.kept(family, last.at)
-        again = either(ok, last.at, co.coordinates(family, ask.q))  # what failed is not where to begin next time
+        kept = affine.kept(family, last.at)
+        again = either(ok, last.at, affine.coordinates(family, ask.q))  # what failed is not where to begin next time
         return Solved(kept, last.value, last.ess, ok, last.frame, own=() if full else again)
 
     def start(self, family: Any, d: int) -> Any:
         if family.kind == "full":
             return ()
         with jax.enable_x64(True):
-            return co.Coordinates(jnp.zeros(d, jnp.float64), jnp.eye(d, dtype=jnp.float64))
+            return affine.Coordinates(jnp.zeros(d, jnp.float64), jnp.eye(d, dtype=jnp.float64))
 
 
 class _Try(NamedTuple):

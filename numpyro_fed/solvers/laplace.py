@@ -5,10 +5,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from numpyro_fed.families import quotient, single
-from numpyro_fed.solvers import coordinates as co
+from numpyro_fed.local.integrate import Factor
+from numpyro_fed.normal import affine
+from numpyro_fed.normal.families import quotient
+from numpyro_fed.precision import single
+from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import Ask, Solved, Solver
-from numpyro_fed.solvers.factor import Factor
 
 Array = Any
 
@@ -21,9 +23,9 @@ class Laplace(Solver):
 
     def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
         nodes, cavity = factor.nodes(None), ask.family.dense(quotient(ask.q, ask.site))
-        at, frame, converged = co.newton(
-            factor, cavity, co.coordinates(ask.family, ask.q), frame, nodes, jnp.asarray(co.NEWTON_STEPS)
+        at, frame, converged = newton.newton(
+            factor, cavity, affine.coordinates(ask.family, ask.q), frame, nodes, jnp.asarray(newton.NEWTON_STEPS)
         )
         log_mean = factor.log_f(single(at.mean), frame, nodes)  # over a normal in x the curvature integrates to one
-        value = co.log_evidence(ask, at, cavity, log_mean)
-        return Solved(co.kept(ask.family, at), value, jnp.ones(()), converged, frame)
+        value = affine.log_evidence(ask, at, cavity, log_mean)
+        return Solved(affine.kept(ask.family, at), value, jnp.ones(()), converged, frame)

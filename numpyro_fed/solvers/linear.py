@@ -10,7 +10,7 @@ further. They differ in the variances:
 
 ======================  ==========================================================================================
 :class:`Identity` (I)   precision :math:`n_k c_0` + the cavity's; a constant for all dimensions
-:class:`IASG` (M)       the sample variance of stochastic gradient iterates, averaged and shrunk
+``IASG`` (M)            the sample variance of stochastic gradient iterates, averaged and shrunk
 :class:`Fisher` (L)     Laplace's approximation with the diagonal Fisher information in the Hessian's place
 :class:`NGVI` (V)       the same information averaged over q as it is found: natural-gradient variational inference
 ======================  ==========================================================================================
@@ -32,24 +32,24 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from numpyro_fed.families import Natural, Normal, double, quotient, single
+from numpyro_fed.local.integrate import Factor
+from numpyro_fed.normal import affine
+from numpyro_fed.normal.curvature import LEAST, curvature
+from numpyro_fed.normal.families import Natural, Normal, quotient
 from numpyro_fed.optim import check_optim
-from numpyro_fed.solvers import coordinates as co
+from numpyro_fed.precision import double, single
+from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import Ask, Solved, Solver
-from numpyro_fed.solvers.factor import Factor
 
 Array = Any
 PEAK, FLOOR = 0.1, 1e-4  # of the default optimiser's steps, in sds of q
 LEGS = 4  # times that locals are looked for again on the way to the mode
-PROBES = 16  # random vectors for the diagonal of a Hessian
-POWERS = 10  # of a Hessian, for its largest eigenvalue
-LEAST = 1e-6  # curvature that counts as none
 
 
 class Place(NamedTuple):
     """A point, a scale, and the tilted distribution in coordinates z = m + s x."""
 
-    at: co.Coordinates  # m and s, (d,), float64
+    at: affine.Coordinates  # m and s, (d,), float64
     frame: Any
     log_f: Callable  # of x
     precision: Array  # the cavity's
@@ -105,16 +105,20 @@ class Linear(Solver):
         at, frame = self._mode(begin, ask, cavity, factor, frame)
         found = self._found(variance_key, ask, cavity, factor, at, frame)
         mean, sds = ask.family.moments(found)
-        value = co.log_evidence(
-            ask, co.Coordinates(mean, sds), cavity, factor.log_f(single(mean), frame, factor.nodes(None))
+        value = affine.log_evidence(
+            ask, affine.Coordinates(mean, sds), cavity, factor.log_f(single(mean), frame, factor.nodes(None))
         )
         return Solved(found, value, jnp.ones(()), ask.family.proper(found), frame)
 
-    def _found(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any) -> Natural:
+    def _found(
+        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+    ) -> Natural:
         """The projection, given the mode and the locals' frame there."""
         raise NotImplementedError
 
-    def _mode(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, frame: Any) -> tuple[co.Coordinates, Any]:
+    def _mode(
+        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, frame: Any
+    ) -> tuple[affine.Coordinates, Any]:
         """The tilted distribution's mode, in units of q's sds."""
         at = _coordinates(ask.family, ask.q)
         legs = LEGS if factor.eps_shape else 1
@@ -123,8 +127,8 @@ class Linear(Solver):
 
         def leg(carry: tuple, keys: Array) -> tuple[tuple, None]:
             x, state, frame = carry
-            frame = factor.refit(_here(at, x), frame, co.LOCAL_STEPS)
-            place = _place(at, cavity, factor, frame)
+            frame = factor.refit(_here(at, x), frame, newton.LOCAL_STEPS)
+            place = place_at(at, cavity, factor, frame)
 
             def step(carry: tuple, key: Array) -> tuple[tuple, None]:
                 x, state = carry
@@ -137,11 +141,11 @@ class Linear(Solver):
             (x, state), _ = jax.lax.scan(step, (x, state), keys)
             return (x, state, frame), None
 
-        x = co.near_zero(ask.q.shift.shape[0])
+        x = affine.near_zero(ask.q.shift.shape[0])
         keys = jax.random.split(key, (legs, steps))
         (x, _, frame), _ = jax.lax.scan(leg, (x, optim.init(x), frame), keys)
-        at = _moved(at, x, jnp.ones_like(x))
-        return at, factor.refit(single(at.mean), frame, co.LOCAL_STEPS)
+        at = moved(at, x, jnp.ones_like(x))
+        return at, factor.refit(single(at.mean), frame, newton.LOCAL_STEPS)
 
 
 @dataclass(frozen=True)
@@ -164,9 +168,11 @@ class Identity(Linear):
         if not isinstance(self.scale, int | float) or not self.scale > 0:
             raise ValueError(f"scale is the precision of one observation, a positive number, got {self.scale!r}")
 
-    def _found(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any) -> Natural:
+    def _found(
+        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+    ) -> Natural:
         if factor.num_obs is None:  # the server's prior holds no observations
-            place = _place(at, cavity, factor, frame)
+            place = place_at(at, cavity, factor, frame)
             return _natural(ask.family, at, cavity, curvature(key, place.log_f, at.mean.shape))
         information = jnp.broadcast_to(self.scale * factor.num_obs, at.mean.shape) * single(at.root) ** 2
         return _natural(ask.family, at, cavity, information)
@@ -186,8 +192,10 @@ class Fisher(Linear):
     num_draws: int = 64
     name = "fisher"
 
-    def _found(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any) -> Natural:
-        place = _place(at, cavity, factor, frame)
+    def _found(
+        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+    ) -> Natural:
+        place = place_at(at, cavity, factor, frame)
         return _natural(ask.family, at, cavity, _information(key, factor, place, self.num_draws))
 
 
@@ -216,14 +224,16 @@ class NGVI(Linear):
     num_draws: int = 16
     name = "ngvi"
 
-    def _found(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any) -> Natural:
+    def _found(
+        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+    ) -> Natural:
         start_key, key = jax.random.split(key)
-        place = _place(at, cavity, factor, frame)
+        place = place_at(at, cavity, factor, frame)
         information = _information(start_key, factor, place, self.num_draws)
         # in units of the tilted's sds, as far as they are known now
         scale = jax.lax.rsqrt(jnp.maximum(place.precision + information, LEAST))
-        at = _moved(at, jnp.zeros_like(scale), scale)
-        place = _place(at, cavity, factor, frame)
+        at = moved(at, jnp.zeros_like(scale), scale)
+        place = place_at(at, cavity, factor, frame)
         optim = optax.adam(optax.cosine_decay_schedule(0.05, self.num_updates, alpha=0.01))
 
         def update(carry: tuple, given: tuple) -> tuple[tuple, None]:
@@ -243,108 +253,36 @@ class NGVI(Linear):
         x = jnp.zeros_like(scale)
         given = jnp.arange(self.num_updates), jax.random.split(key, self.num_updates)
         (x, information, _), _ = jax.lax.scan(update, (x, information * scale**2, optim.init(x)), given)
-        at = _moved(at, x, jnp.ones_like(x))
+        at = moved(at, x, jnp.ones_like(x))
         return _natural(ask.family, at, cavity, information, mean_of_precisions=True)
-
-
-@dataclass(frozen=True)
-class IASG(Linear):
-    r"""Variances of iterate-averaged stochastic gradient samples.
-
-    From the mode, chains of steps with noise, :math:`x_{t+1} = x_t + h \nabla + \sqrt{2 h} \xi_t`. A sample is the
-    average of two successive iterates: where the tilted distribution is normal, averaging undoes what the finite step
-    did to the iterates' variance, exactly and for every h. (FedPA averages an epoch of minibatch steps, whose noise has
-    no known size.) The step is ``step_size`` over the largest curvature, which power iteration finds.
-
-    Variances are shrunk towards their mean, in units of the Hessian's rows at the mode, by as much as their Monte Carlo
-    error is of their spread (Opgen-Rhein and Strimmer 2007).
-
-    Args:
-        num_chains, num_samples: samples are kept from each chain; a chain takes O(d) memory.
-        num_warmup: samples before those.
-        thinning: steps from one sample to the next.
-        step_size: in units of one over the largest curvature; stable below 2.
-        shrinkage: in [0, 1]; by default from the samples.
-        num_steps, optim, batch_size: as for :class:`Identity`.
-    """
-
-    num_chains: int = 8
-    num_samples: int = 30
-    num_warmup: int = 10
-    thinning: int = 10
-    step_size: float = 1.0
-    shrinkage: float | None = None
-    name = "iasg"
-
-    def _found(self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: co.Coordinates, frame: Any) -> Natural:
-        curve_key, power_key, begin_key, key = jax.random.split(key, 4)
-        place = _place(at, cavity, factor, frame)
-        scale = jax.lax.rsqrt(jnp.maximum(_row_norms(curve_key, place.density, at.mean.shape), LEAST))
-        at = _moved(at, jnp.zeros_like(scale), scale)
-        place = _place(at, cavity, factor, frame)
-        uphill = jax.grad(place.density)
-        h = self.step_size / largest_curvature(power_key, uphill, scale.shape)
-
-        def step(x: Array, key: Array) -> tuple[Array, Array]:
-            new = x + h * uphill(x) + jnp.sqrt(2 * h) * jax.random.normal(key, x.shape)
-            return new, 0.5 * (x + new)
-
-        def sample(carry: tuple, given: tuple) -> tuple[tuple, None]:
-            x, first, second = carry
-            kept, key = given
-            x, pairs = jax.lax.scan(step, x, jax.random.split(key, self.thinning))
-            return (x, first + kept * pairs[-1], second + kept * pairs[-1] ** 2), None
-
-        def chain(key: Array, x: Array) -> tuple[Array, Array]:
-            total = self.num_warmup + self.num_samples
-            kept = (jnp.arange(total) >= self.num_warmup) / self.num_samples
-            zeros = jnp.zeros_like(x)
-            (_, first, second), _ = jax.lax.scan(sample, (x, zeros, zeros), (kept, jax.random.split(key, total)))
-            return first, second
-
-        begin = jax.random.normal(begin_key, (self.num_chains, *scale.shape))
-        first, second = jax.vmap(chain)(jax.random.split(key, self.num_chains), begin)
-        mean, num = jnp.mean(first, axis=0), self.num_chains * self.num_samples
-        variance = (jnp.mean(second, axis=0) - mean**2) * num / max(num - 1, 1)
-        if self.num_chains > 1:  # chains are independent, their samples are not
-            error = jnp.var(second - 2 * mean * first, axis=0, ddof=1) / self.num_chains
-        else:
-            error = 2 * variance**2 / num
-        centre = jnp.mean(variance)
-        share = jnp.clip(jnp.sum(error) / jnp.maximum(jnp.sum((variance - centre) ** 2), 1e-30), 0.0, 1.0)
-        shrinkage = share if self.shrinkage is None else self.shrinkage
-        variance = (1 - shrinkage) * variance + shrinkage * centre
-        at = _moved(at, mean, jnp.sqrt(variance))
-        with jax.enable_x64(True):
-            return ask.family.project(at.mean, at.root**2)
 
 
 # --- coordinates ----------------------------------------------------------------------------------------------------
 
 
-def _coordinates(family: Normal, q: Natural) -> co.Coordinates:
+def _coordinates(family: Normal, q: Natural) -> affine.Coordinates:
     """Those of q, without a matrix; where q is improper the model's own."""
     mean, sds = family.moments(q)
     proper = family.proper(q)
     with jax.enable_x64(True):
-        return co.Coordinates(jnp.where(proper, mean, 0.0), jnp.where(proper, sds, 1.0))
+        return affine.Coordinates(jnp.where(proper, mean, 0.0), jnp.where(proper, sds, 1.0))
 
 
 @double
-def _moved(at: co.Coordinates, x: Array, scale: Array) -> co.Coordinates:
-    return co.Coordinates(at.mean + at.root * x, at.root * scale)
+def moved(at: affine.Coordinates, x: Array, scale: Array) -> affine.Coordinates:
+    return affine.Coordinates(at.mean + at.root * x, at.root * scale)
 
 
-def _here(at: co.Coordinates, x: Array) -> Array:
+def _here(at: affine.Coordinates, x: Array) -> Array:
     here = single(at)
     return here.mean + here.root * x
 
 
-def _place(at: co.Coordinates, cavity: Natural, factor: Factor, frame: Any) -> Place:
+def place_at(at: affine.Coordinates, cavity: Natural, factor: Factor, frame: Any) -> Place:
     nodes = factor.nodes(None)
 
     @double
-    def seen(at: co.Coordinates, cavity: Natural) -> tuple[Array, Array]:
+    def seen(at: affine.Coordinates, cavity: Natural) -> tuple[Array, Array]:
         return at.root**2 * cavity.precision, at.root * (cavity.shift - cavity.precision * at.mean)
 
     def log_f(x: Array) -> Array:
@@ -354,12 +292,12 @@ def _place(at: co.Coordinates, cavity: Natural, factor: Factor, frame: Any) -> P
 
 
 def _natural(
-    family: Normal, at: co.Coordinates, cavity: Natural, information: Array, mean_of_precisions: bool = False
+    family: Normal, at: affine.Coordinates, cavity: Natural, information: Array, mean_of_precisions: bool = False
 ) -> Natural:
     """The normal at m whose precision is the cavity's and the information, which is in units of ``at``."""
 
     @double
-    def run(at: co.Coordinates, cavity: Natural, information: Array) -> Natural:
+    def run(at: affine.Coordinates, cavity: Natural, information: Array) -> Natural:
         precision = cavity.precision + information / at.root**2
         if family.kind == "identity":
             precision = jnp.mean(precision) if mean_of_precisions else 1 / jnp.mean(1 / precision)
@@ -384,35 +322,3 @@ def _information(key: Array, factor: Factor, place: Place, num_draws: int) -> Ar
     one = lambda key: _squared(key, factor, place, zero)
     each = jax.lax.map(one, jax.random.split(key, num_draws), batch_size=factor.batch_of(num_draws))
     return jnp.mean(each, axis=0)
-
-
-def curvature(key: Array, density: Callable, shape: tuple[int, ...], probes: int = PROBES) -> Array:
-    """The diagonal of minus a Hessian at zero: v times Hv, for random signs v; exact where H is diagonal."""
-    return -jnp.mean(_probed(key, density, shape, probes, lambda v, hv: v * hv), axis=0)
-
-
-def _row_norms(key: Array, density: Callable, shape: tuple[int, ...]) -> Array:
-    """Of a Hessian at zero. Near its diagonal, never far below it, and so a safe scale for steps."""
-    return jnp.sqrt(jnp.mean(_probed(key, density, shape, PROBES, lambda v, hv: hv**2), axis=0))
-
-
-def _probed(key: Array, density: Callable, shape: tuple[int, ...], probes: int, what: Callable) -> Array:
-    signs = jax.random.rademacher(key, (probes, *shape)).astype(jnp.zeros(()).dtype)
-    return jax.lax.map(lambda v: what(v, _times_hessian(jax.grad(density), v)), signs)
-
-
-def _times_hessian(gradient: Callable, v: Array) -> Array:
-    return jax.jvp(gradient, (jnp.zeros_like(v),), (v,))[1]
-
-
-def largest_curvature(key: Array, gradient: Callable, shape: tuple[int, ...]) -> Array:
-    """The largest curvature at zero, by power iteration."""
-
-    def times(v: Array, _: None) -> tuple[Array, Array]:
-        new = _times_hessian(gradient, v)
-        size = jnp.linalg.norm(new)
-        return new / jnp.maximum(size, LEAST), size
-
-    v = jax.random.normal(key, shape)
-    _, sizes = jax.lax.scan(times, v / jnp.linalg.norm(v), None, POWERS)
-    return jnp.maximum(sizes[-1], LEAST)

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_fed.families import Natural, Normal, double, either, quotient, single
-from numpyro_fed.solvers import coordinates as co
+from numpyro_fed.local.integrate import Factor
+from numpyro_fed.normal import affine
+from numpyro_fed.normal.families import Natural, Normal, quotient
+from numpyro_fed.normal.points import normal_points
+from numpyro_fed.precision import double, either, single
+from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import Ask, Solved, Solver
-from numpyro_fed.solvers.factor import Factor
-from numpyro_fed.solvers.points import normal_points
 
 Array = Any
 HALVINGS = 10
@@ -52,17 +54,17 @@ class NaturalGradient(Solver):
         # curvature: the draws' noise cancels in it
         half = jax.random.split(jax.random.key(1), num // 2)
         keys = jnp.concatenate([half, half])
-        at, frame = co.begin(ask, factor, frame)
+        at, frame = newton.begin(ask, factor, frame)
         begin = either(ask.settling, _nearest(family, at), ask.q)
 
         def improve(_: Any, now: _Now) -> _Now:
-            at = co.coordinates(family, now.q)
-            frame = factor.refit(single(at.mean), now.frame, co.LOCAL_STEPS)
+            at = affine.coordinates(family, now.q)
+            frame = factor.refit(single(at.mean), now.frame, newton.LOCAL_STEPS)
 
             def one(given: tuple) -> tuple[Array, Array]:
                 key, x = given
                 nodes = factor.nodes(key)
-                return jax.value_and_grad(lambda x: factor.log_f(co.placed(at, x), frame, nodes))(x)
+                return jax.value_and_grad(lambda x: factor.log_f(affine.placed(at, x), frame, nodes))(x)
 
             values, gradients = jax.lax.map(one, (keys, eps), batch_size=factor.batch_of(num))
             found = _site(family, at, -(gradients.T @ eps) / num, jnp.mean(gradients, axis=0))
@@ -78,7 +80,7 @@ class NaturalGradient(Solver):
             proper = jax.vmap(family.proper)(tries)
             first = jnp.argmax(proper)
             new = either(jnp.any(proper), jax.tree.map(lambda t: t[first], tries), now.q)
-            mean_site = _expected(co.seen_from(at, family.dense(found)), at, family.dense(found))
+            mean_site = _expected(affine.seen_from(at, family.dense(found)), at, family.dense(found))
             value = jnp.mean(values) - mean_site
             return _Now(new, frame, value, now.fine & jnp.any(proper))
 
@@ -87,10 +89,10 @@ class NaturalGradient(Solver):
         return Solved(last.q, last.value, jnp.ones(()), fine, last.frame)
 
 
-def _nearest(family: Normal, at: co.Coordinates) -> Natural:
+def _nearest(family: Normal, at: affine.Coordinates) -> Natural:
     """The normal's nearest member of the family by KL(member || normal): conditional variances are kept."""
     with jax.enable_x64(True):
-        return restricted(family, co.natural(at).precision, jnp.zeros_like(at.mean), at.mean)
+        return restricted(family, affine.natural(at).precision, jnp.zeros_like(at.mean), at.mean)
 
 
 def restricted(family: Normal, precision: Array, slope: Array, mean: Array) -> Natural:
@@ -107,12 +109,12 @@ def restricted(family: Normal, precision: Array, slope: Array, mean: Array) -> N
     return run(precision, slope, mean)
 
 
-def _site(family: Normal, at: co.Coordinates, precision: Array, slope: Array) -> Natural:
+def _site(family: Normal, at: affine.Coordinates, precision: Array, slope: Array) -> Natural:
     @double
     def run(precision: Array) -> Array:
         return 0.5 * (precision + precision.T)
 
-    found = co.factor_from(at, run(precision), slope)
+    found = affine.factor_from(at, run(precision), slope)
     return restricted(family, found.precision, _difference(found, at.mean), at.mean)
 
 
@@ -121,11 +123,11 @@ def _difference(factor: Natural, mean: Array) -> Array:
     return factor.shift - factor.precision @ mean
 
 
-def _expected(quadratic: co.Quadratic, at: co.Coordinates, site: Natural) -> Array:
+def _expected(quadratic: affine.Quadratic, at: affine.Coordinates, site: Natural) -> Array:
     """E[log site] under the normal of ``at``."""
 
     @double
-    def const(at: co.Coordinates, site: Natural) -> Array:
+    def const(at: affine.Coordinates, site: Natural) -> Array:
         return site.shift @ at.mean - 0.5 * at.mean @ site.precision @ at.mean
 
     return single(const(at, site)) - 0.5 * jnp.trace(quadratic.precision)

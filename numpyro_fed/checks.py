@@ -1,0 +1,26 @@
+"""What users hand over to every function, checked, and how silos are named in messages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def check_key(rng_key: Any) -> Any:
+    """A typed key from what the user gave (typed or legacy), or an error that says what to type."""
+    if isinstance(rng_key, jax.Array) and jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key) and rng_key.shape == ():
+        return rng_key
+    if hasattr(rng_key, "dtype") and rng_key.dtype == jnp.uint32 and rng_key.shape == (2,):
+        return jax.random.wrap_key_data(jnp.asarray(rng_key))
+    got = "nothing" if rng_key is None else f"a {type(rng_key).__name__}"
+    raise TypeError(f"rng_key must be a JAX key, got {got}: pass jax.random.key(0)")
+
+
+def told(names: Sequence[str], most: int = 10) -> str:
+    """Names for a message: all of them if they are few.
+
+    >>> told(("a", "b")), told([str(n) for n in range(1000)])
+    ("'a', 'b'", "'0', '1', ..., '999'")
+    """
+    return ", ".join(map(repr, names)) if len(names) <= most else f"{names[0]!r}, {names[1]!r}, ..., {names[-1]!r}"

@@ -1,0 +1,1 @@
+"""What the silos hold: their arguments, checked, named, padded and stacked."""

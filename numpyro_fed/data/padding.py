@@ -1,0 +1,140 @@
+"""Ragged silos, stacked.
+
+Every own axis is padded by repeating its last valid row (zeros can make infinite log densities, whose masked gradients
+are NaN) and carries a mask. Very unequal silos go into a few buckets, so that padding never more than doubles the rows.
+
+A silo's data in a compiled program are a :class:`SiloData`; the ints among the model's arguments are read off its
+shapes, so a program serves every silo of its bucket.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.data.axis import Axis
+from numpyro_fed.data.inputs import leaves
+from numpyro_fed.data.silos import Silos
+
+
+class SiloData(NamedTuple):
+    """One silo's arguments, padded: what the silo's functions are called with."""
+
+    args: tuple[Any, ...]  # the silo's own arrays, in the order of CallSpec.own
+    mask: dict[str, Any]  # {axis: which rows are real}
+    shared: tuple[Any, ...]  # arrays that are the same everywhere
+
+
+class Leaf(NamedTuple):
+    """One leaf of the model's arguments: an int (its value, or the axis it counts) or an array (dtype and shape)."""
+
+    path: str
+    value: int | None
+    axis: str | None
+    dtype: str | None
+    shape: tuple[int, ...] | None
+
+
+class CallSpec(NamedTuple):
+    """How to call the model from a SiloData: the arguments' structure, and which of them are sizes."""
+
+    own: tuple[Leaf, ...]
+    own_structure: Any
+    shared: tuple[Leaf, ...]
+    shared_structure: Any
+    example: dict[str, int]  # the smallest silo's axis lengths: shapes for tracing without data
+
+    def kwargs(self, data: SiloData) -> dict[str, Any]:
+        """The model's arguments as this silo calls it."""
+        args, shared = iter(data.args), iter(data.shared)
+        own = [
+            next(args) if leaf.dtype is not None else leaf.value if leaf.axis is None else data.mask[leaf.axis].shape[0]
+            for leaf in self.own
+        ]
+        common = [next(shared) if leaf.dtype is not None else leaf.value for leaf in self.shared]
+        return jax.tree.unflatten(self.own_structure, own) | jax.tree.unflatten(self.shared_structure, common)
+
+    def dummy(self) -> SiloData:
+        """Data of the right shapes and no content, for terms that do not depend on data."""
+        lengths = self.example
+        args = tuple(
+            jnp.zeros((lengths[leaf.axis], *leaf.shape[1:]) if leaf.axis else leaf.shape, leaf.dtype)
+            for leaf in self.own
+            if leaf.dtype is not None and leaf.shape is not None
+        )
+        return SiloData(args, {axis: jnp.ones(n, bool) for axis, n in lengths.items()}, ())
+
+
+def call_spec(silos: Silos, axes: tuple[Axis, ...]) -> CallSpec:
+    axis_of = {path: axis.name for axis in axes for path in axis.arguments}
+    smallest = min(silos.names, key=lambda name: sum(axis.lengths[name] for axis in axes))
+
+    def spec(path: str, leaf: Any, axis: str | None) -> Leaf:
+        if isinstance(leaf, int):
+            return Leaf(path, leaf, axis, None, None)
+        return Leaf(path, None, axis, str(jax.dtypes.canonicalize_dtype(leaf.dtype)), tuple(leaf.shape))
+
+    own, shared = silos.own(smallest), silos.shared
+    return CallSpec(
+        tuple(spec(path, leaf, axis_of.get(path)) for path, leaf in leaves(own)),
+        jax.tree.structure(own),
+        tuple(spec(path, leaf, None) for path, leaf in leaves(shared)),
+        jax.tree.structure(shared),
+        {axis.name: axis.lengths[smallest] for axis in axes},
+    )
+
+
+def shared_arrays(silos: Silos) -> tuple[Any, ...]:
+    return tuple(jnp.asarray(leaf) for _, leaf in leaves(silos.shared) if not isinstance(leaf, int))
+
+
+def silo_data(
+    silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None = None
+) -> SiloData:
+    """One silo's data, padded to ``lengths`` (its own lengths when not given)."""
+    return _on_device(padded_data(silos, name, spec, axes, lengths))._replace(shared=shared_arrays(silos))
+
+
+def from_arguments(kwargs: dict[str, Any], spec: CallSpec, lengths: dict[str, int]) -> SiloData:
+    """The model's arguments (of new units) as a silo's data."""
+    own = jax.tree.leaves({name: kwargs[name] for name in jax.tree.unflatten(spec.own_structure, spec.own)})
+    args = tuple(jnp.asarray(value) for leaf, value in zip(spec.own, own, strict=True) if leaf.dtype is not None)
+    common = jax.tree.leaves({name: kwargs[name] for name in jax.tree.unflatten(spec.shared_structure, spec.shared)})
+    shared = tuple(
+        jnp.asarray(value) for leaf, value in zip(spec.shared, common, strict=True) if leaf.dtype is not None
+    )
+    return SiloData(args, {axis: jnp.ones(n, bool) for axis, n in lengths.items()}, shared)
+
+
+def without_padding(data: SiloData, spec: CallSpec, lengths: dict[str, int]) -> SiloData:
+    """A padded silo's data cut back to its own ``lengths``."""
+    arrays = [leaf for leaf in spec.own if leaf.dtype is not None]
+    args = tuple(
+        array if leaf.axis is None else array[: lengths[leaf.axis]]
+        for leaf, array in zip(arrays, data.args, strict=True)
+    )
+    return SiloData(args, {axis: mask[: lengths[axis]] for axis, mask in data.mask.items()}, data.shared)
+
+
+def padded_data(
+    silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None
+) -> SiloData:
+    own = {axis.name: axis.lengths[name] for axis in axes}
+    lengths = own if lengths is None else lengths
+    arrays = [leaf for _, leaf in leaves(silos.own(name))]
+    args = tuple(
+        array if leaf.axis is None else _repeat_last(array, lengths[leaf.axis])
+        for leaf, array in zip(spec.own, arrays, strict=True)
+        if leaf.dtype is not None
+    )
+    return SiloData(args, {axis: np.arange(n) < own[axis] for axis, n in lengths.items()}, ())
+
+
+def _repeat_last(array: np.ndarray, length: int) -> np.ndarray:
+    extra = length - array.shape[0]
+    return array if extra == 0 else np.concatenate([array, np.repeat(array[-1:], extra, axis=0)])
+
+
+def _on_device(data: SiloData) -> SiloData:
+    return jax.tree.map(jnp.asarray, data)

@@ -1,0 +1,1 @@
+"""Is it right? Pooled NUTS, comparisons with it, and measures of predictions."""

@@ -1,0 +1,271 @@
+"""How good are predicted classes? Accuracy, log likelihood and calibration.
+
+:func:`evaluate` measures a fit whose model observes a Bernoulli or a Categorical, at a point and averaged over the
+posterior. The measures themselves are in :mod:`numpyro_fed.judge.metrics`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import pandas as pd
+from numpyro.distributions import Distribution, MaskedDistribution
+from numpyro.primitives import Messenger
+
+from numpyro_fed.checks import check_key
+from numpyro_fed.judge.metrics import accuracy, checked, ece
+from numpyro_fed.model.forward import predictor
+from numpyro_fed.model.partition_table import Partition, Site
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.trace import SiteShape, unwrapped
+from numpyro_fed.precision import ONCE
+from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.predict import predict
+
+Array = Any
+CLASSES = "\0classes"  # a deterministic site that no model has
+FAMILIES = ("Bernoulli", "Categorical")
+CENTRE_DRAWS = 1000  # of z_G, for its mean: known to 3 % of an sd
+
+
+def evaluate(
+    fit: Fit,
+    data: Mapping[str, Any] | None = None,
+    rng_key: Any = None,
+    *,
+    num_samples: int = 10,
+    site: str | None = None,
+    silo: str | None = None,
+) -> pd.DataFrame:
+    r"""Accuracy, log likelihood and calibration of the predicted classes, on held-out data or on a silo's own.
+
+    With :math:`p_{ic}(z)` the probability that the model gives to class c of observation i,
+
+    - ``"point"`` has :math:`p_{ic}(\hat z)`, where :math:`\hat z` is the method's mode of the unconstrained globals, or
+      (for methods with a posterior) their mean;
+    - ``"marginalised"`` has :math:`\frac1S \sum_s p_{ic}(z_s)`, over draws :math:`z_s` of the posterior.
+
+    Local latents are those of :meth:`~numpyro_fed.Fit.predict`: with ``data``, new units' from their prior given the
+    globals, unless an encoder reads them off the data; of a silo's own units, their posterior's. Both rows average over
+    ``num_samples`` draws of them: the point is one of the globals alone. (Latents of a silo's own units, and those that
+    an encoder reads off labels, have seen the labels that they predict.)
+
+    An observation is one label: a vector of labels (``to_event``) counts each of them. Masked ones do not count. Other
+    observed sites are held at their values.
+
+    Args:
+        fit: what ``run`` returned.
+        data: the model's arguments, observations included. Shared arguments are filled in. May be left out with
+            ``silo``: its own data.
+        rng_key: by default ``jax.random.key(0)``. The draws are those of ``fit.sample(rng_key, num_samples)``.
+        num_samples: S, the number of draws.
+        site: the observed site, where several have classes.
+        silo: whose units they are; a new silo's when not given.
+
+    Returns:
+        A DataFrame with rows ``point`` and ``marginalised`` and columns ``accuracy``, ``log_likelihood`` (mean of an
+        observation), ``ece`` (15 bins) and ``num_observations``.
+
+    Example:
+        >>> nf.evaluate(fit, dict(x=x_test, y=y_test))  # doctest: +SKIP
+                      accuracy  log_likelihood       ece  num_observations
+        point            0.853          -0.331     0.021              9769
+        marginalised     0.853          -0.328     0.013              9769
+
+    Reference:
+        Guo, Greengard, Wang, Gelman, Kim and Xing (2023), Federated learning as variational inference: a scalable
+        expectation propagation approach, table 5, which marginalises over ten draws.
+    """
+    if not isinstance(fit, Fit):
+        raise TypeError(f"evaluate takes a fit (what run() returned), got a {type(fit).__name__}")
+    if data is None and silo is None:
+        raise TypeError(
+            "evaluate needs data, a silo, or both: evaluate(fit, dict(x=x, y=y)) for held-out data, "
+            "evaluate(fit, silo='york') for york's own"
+        )
+    if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer) or num_samples < 1:
+        raise ValueError(f"num_samples must be an int of at least 1, got {num_samples!r}")
+    key = jax.random.key(0) if rng_key is None else check_key(rng_key)
+    programs = _programs(fit, _chosen(fit.split.partition, site))
+    keys = jax.random.split(key, int(num_samples))
+    centre, draws = programs.points(keys, fit.state.server)
+    local = fit.split.partition.local_sites or fit.split.partition.enumerated_sites
+    once = keys if local else keys[:1]  # without local latents, all draws at a point are equal
+    at = {"point": (once, jnp.broadcast_to(centre, (len(once), *centre.shape))), "marginalised": (keys, draws)}
+    rows = {name: _measures(predict(programs.view, points, data, silo)[CLASSES]) for name, points in at.items()}
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def _measures(rows: Array) -> dict[str, float | int]:
+    """Of log probabilities, label and whether it counts, side by side on the last axis."""
+    rows = np.asarray(rows, np.float64).reshape(-1, rows.shape[-1])
+    rows = rows[rows[:, -1] > 0]
+    if not len(rows):
+        raise ValueError("no observation counts: there are none in data, or the model masks all of them")
+    if np.isnan(rows).any():
+        raise ValueError("the model's class probabilities are NaN: is the fit's history finite? See fit.history")
+    probs, labels = checked(np.exp(rows[:, :-2]), rows[:, -2])
+    return {
+        "accuracy": accuracy(probs, labels),
+        "log_likelihood": float(np.mean(np.take_along_axis(rows, labels[:, None], axis=1))),  # exp could underflow
+        "ece": ece(probs, labels),
+        "num_observations": len(rows),
+    }
+
+
+# --- class probabilities of a fit -------------------------------------------------------------------------------------
+
+
+def _chosen(part: Partition, site: str | None) -> str:
+    observed = {one.name: one.shape.distribution for one in part.sites if one.role == "observed"}
+    classes = [name for name, distribution in observed.items() if distribution in FAMILIES]
+    listed = ", ".join(f"{name!r} ({distribution})" for name, distribution in observed.items()) or "none"
+    if site is not None and site not in classes:
+        raise ValueError(f"no Bernoulli or Categorical is observed at {site!r}; the observed sites are {listed}")
+    if not classes:
+        raise ValueError(f"evaluate needs an observed Bernoulli or Categorical; the observed sites are {listed}")
+    if site is None and len(classes) > 1:
+        raise ValueError(f"several sites have classes, {', '.join(map(repr, classes))}: choose, site={classes[0]!r}")
+    return classes[0] if site is None else site
+
+
+class _Programs(NamedTuple):
+    """What evaluates a fit, compiled."""
+
+    view: Fit  # as a prediction is to see it: the model tells a site's classes, and z_G is given, not drawn
+    points: Callable[..., tuple[Array, Array]]
+
+
+_found: WeakKeyDictionary[Fit, dict[str, _Programs]] = WeakKeyDictionary()  # programs are kept as long as their fits
+
+
+def _programs(fit: Fit, site: str) -> _Programs:
+    own = _found.setdefault(fit, {})
+    if site not in own:
+        view = replace(fit, split=_told(fit.split, site))
+        view.__dict__["_predictor"] = _averaged(predictor(_Given(fit.method, fit.split), view.split))
+        own[site] = _Programs(view, _points(fit.method, fit.split))
+    return own[site]
+
+
+def _points(method: Any, split: SplitModel) -> Callable[..., tuple[Array, Array]]:
+    """``(keys, server) -> (the centre of z_G, its draws)``."""
+    sample = lambda key, server: method.sample_global(split, server, key)
+    mode = getattr(method, "mode", None)
+
+    def run(keys: Array, server: Any) -> tuple[Array, Array]:
+        draws = jax.lax.map(lambda key: sample(key, server), keys)
+        if mode is not None:
+            return mode(split, server), draws
+        own = jax.random.split(jax.random.fold_in(keys[0], 1), CENTRE_DRAWS)
+        add = lambda i, total: total + sample(own[i], server)  # in turn: all at once could be large
+        return jax.lax.fori_loop(0, CENTRE_DRAWS, add, jnp.zeros_like(draws[0])) / CENTRE_DRAWS, draws
+
+    return jax.jit(run, compiler_options=ONCE)
+
+
+def _told(split: SplitModel, site: str) -> SplitModel:
+    """The split with a model that tells, in a deterministic site of its own, the classes of ``site``."""
+    shape = SiteShape("deterministic", (), None, (), None, (), False, "")
+    classes = Site(CLASSES, "deterministic", False, (), (), shape)
+    part = replace(split.partition, sites=(*split.partition.sites, classes))
+    return split._replace(model=_telling(split.model, site), partition=part)
+
+
+def _telling(model: Callable[..., Any], site: str) -> Callable[..., Any]:
+    @wraps(model)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        seen = _Seen()
+        with seen:
+            out = model(*args, **kwargs)
+        if site not in seen.observed:
+            raise ValueError(f"the probabilities of {site!r} cannot be read: it is observed inside a scan")
+        numpyro.deterministic(CLASSES, _classes(*seen.observed[site]))
+        return out
+
+    return told
+
+
+class _Seen(Messenger):
+    """Notes what is observed, before anything is drawn in its place; and the model goes on with what was observed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observed: dict[str, tuple[Distribution, Array]] = {}
+
+    def process_message(self, msg: Any) -> None:
+        if msg["type"] == "sample" and msg["is_observed"] and msg["value"] is not None:
+            self.observed[msg["name"]] = msg["fn"], msg["value"]
+
+    def postprocess_message(self, msg: Any) -> None:
+        if msg["type"] == "sample" and msg["name"] in self.observed:
+            msg["value"] = self.observed[msg["name"]][1]
+
+
+def _classes(fn: Distribution, value: Array) -> Array:
+    """Log probabilities of the classes, label and whether it counts, (..., K + 2)."""
+    base: Any = unwrapped(fn)
+    shape = np.broadcast_shapes(jnp.shape(value), fn.shape())
+    if jnp.ndim(base.logits) > len(base.batch_shape):
+        logs = jax.nn.log_softmax(base.logits, axis=-1)
+    else:
+        logs = jax.nn.log_sigmoid(jnp.stack([-base.logits, base.logits], axis=-1))
+    logs = jnp.broadcast_to(logs, (*shape, logs.shape[-1]))
+    each = [jnp.broadcast_to(part, shape).astype(logs.dtype)[..., None] for part in (value, _counts(fn))]
+    return jnp.concatenate([logs, *each], axis=-1)
+
+
+def _counts(fn: Any) -> Array:
+    """Which observations no mask leaves out; a mask around to_event is one of whole vectors."""
+    counts = jnp.ones((), bool)
+    while fn is not None:
+        if isinstance(fn, MaskedDistribution):
+            mask = jnp.asarray(fn._mask)
+            counts = counts & mask.reshape(mask.shape + (1,) * fn.event_dim)
+        fn = getattr(fn, "base_dist", None)
+    return counts
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A method whose draw of z_G stands beside the server's state: (z_G, state)."""
+
+    method: Any
+    split: SplitModel
+
+    family = property(lambda self: getattr(self.method, "family", None))
+
+    def theta(self, server: tuple[Array, Any]) -> dict[str, Array]:
+        return self.method.theta(server[1])
+
+    def sample_global(self, split: Any, server: tuple[Array, Any], key: Array) -> Array:
+        return server[0]
+
+    def sample_local(self, split: Any, server: tuple[Array, Any], *rest: Any) -> dict[str, Array]:
+        return self.method.sample_local(self.split, server[1], *rest)
+
+
+def _averaged(one: Any) -> Callable[..., dict[str, Array]]:
+    """``((keys, draws of z_G), ...) -> {CLASSES: rows}``, probabilities averaged over draws, which are taken in turn.
+
+    The other arguments are those of :func:`numpyro_fed.model.forward.predictor`.
+    """
+
+    def run(
+        points: tuple, identity: Any, server: Any, state: Any, mask: Any, arrays: tuple, call: Any, data: Any = None
+    ) -> dict[str, Array]:
+        def at(point: tuple[Array, Array]) -> Array:
+            key, z = point
+            return one.__wrapped__(key[None], identity, (z, server), state, mask, arrays, call, data)[CLASSES][0]
+
+        rows = jax.lax.map(at, points)
+        logs = jax.nn.logsumexp(rows[..., :-2], axis=0) - np.log(rows.shape[0])
+        return {CLASSES: jnp.concatenate([logs, rows[0, ..., -2:]], axis=-1)}
+
+    return jax.jit(run, static_argnums=6, compiler_options=ONCE)

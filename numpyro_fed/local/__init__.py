@@ -1,0 +1,1 @@
+"""What is done with the local latents, inside a silo."""

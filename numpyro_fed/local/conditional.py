@@ -1,0 +1,209 @@
+r"""A silo's locals near a point of the globals.
+
+At :math:`z_G = c` each local row has a mode, a curvature and a slope; so near c the row is about
+
+.. math:: z_L = \mu + C (z_G - c) + R \epsilon, \qquad C = \partial \mu / \partial z_G, \quad R R^\top = H^{-1}
+
+This one object centres quadrature, proposes to importance sampling, whitens a sampler and starts a guide. Newton's
+method finds it, row by row, from wherever it was before.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.linalg import solve_triangular
+
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.keys import digest
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.normal.families import LOG_2PI
+
+Array = Any
+FLAT = 1e-4  # the least curvature of a row, in units of its prior
+
+
+class Frame(NamedTuple):
+    """The locals around ``centre``; padded rows, and elements that a mask leaves out, have a root of one."""
+
+    centre: Array  # (d,)
+    loc: dict[str, Array]  # {group: (rows, k)}
+    coupling: dict[str, Array]  # {group: (rows, k, d)}
+    root: dict[str, Array]  # {group: (rows, k, k)}: lower triangular
+    curvature: dict[str, Array]  # {group: (rows, k)}: of each element, the others held
+
+    def mean(self, z: Array) -> dict[str, Array]:
+        """The locals' centre at another z."""
+        return {g: self.loc[g] + self.coupling[g] @ (z - self.centre) for g in self.loc}
+
+    def at(self, z: Array, eps: dict[str, Array]) -> dict[str, Array]:
+        """Locals from standard normals {group: (rows, k)}."""
+        mean = self.mean(z)
+        return {g: mean[g] + jnp.einsum("rij,rj->ri", self.root[g], eps[g]) for g in mean}
+
+    def log_det(self) -> dict[str, Array]:
+        """Log determinant of each row's root, {group: (rows,)}."""
+        return {g: jnp.sum(jnp.log(jnp.diagonal(root, axis1=1, axis2=2)), axis=1) for g, root in self.root.items()}
+
+
+def empty_frame(split: SplitModel, data: SiloData) -> Frame:
+    """Standard normals: where nothing is known yet."""
+    zeros = split.zeros_local(data.mask)
+    return Frame(
+        jnp.zeros(split.dim),
+        split.near_zero_local(data.mask),
+        {g: jnp.zeros((*value.shape, split.dim)) for g, value in zeros.items()},
+        {g: jnp.broadcast_to(jnp.eye(value.shape[1]), (*value.shape, value.shape[1])) for g, value in zeros.items()},
+        jax.tree.map(jnp.ones_like, zeros),
+    )
+
+
+def fit_frame(split: SplitModel, z: Array, theta: dict, loc: dict, data: SiloData, steps: Any) -> Frame:
+    """Newton's method on the locals of a silo, given the globals, row by row, from ``loc``.
+
+    A row's curvature is found by moving all rows of a group at once: exact when rows are independent given z_G. Where
+    they are not, the step is still uphill, and its length is searched.
+    """
+    # padded rows, and elements that a mask leaves out, stay where they are with a scale of one
+    active = split.evaluate(z, loc, theta, data).active
+
+    def density(z_local: dict, z: Array = z) -> Array:
+        return split.log_silo(z, z_local, theta, data)
+
+    gradient = jax.grad(density)
+
+    def curvature(z_local: dict) -> dict[str, tuple[Array, Array]]:
+        """Eigenvalues (made positive) and vectors of each row's negative Hessian."""
+        out = {}
+        for group in split.groups:
+
+            def column(a: Array, group: Any = group) -> Array:
+                tangent = {g: jnp.zeros_like(value) for g, value in z_local.items()}
+                tangent[group.name] = tangent[group.name].at[:, a].set(1.0)
+                return jax.jvp(gradient, (z_local,), (tangent,))[1][group.name]
+
+            hessian = -jnp.moveaxis(jax.vmap(column)(jnp.arange(group.size)), 0, -1)
+            hessian = 0.5 * (hessian + jnp.swapaxes(hessian, -1, -2))
+            real = active[group.name]
+            hessian = jnp.where(real[:, :, None] & real[:, None, :], hessian, jnp.eye(group.size))
+            if group.size == 1:
+                values, vectors = hessian[..., 0], jnp.ones_like(hessian)
+            else:
+                values, vectors = jnp.linalg.eigh(hessian)
+            out[group.name] = (jnp.maximum(jnp.abs(values), FLAT), vectors)
+        return out
+
+    def solve(spectrum: tuple[Array, Array], right: Array) -> Array:
+        values, vectors = spectrum
+        return jnp.einsum("rij,rj->ri", vectors, jnp.einsum("rji,rj->ri", vectors, right) / values)
+
+    lengths = jnp.array([1.0, 0.3, 0.05, 0.0])
+
+    def improve(i: Any, carry: tuple[dict, dict]) -> tuple[dict, dict]:
+        z_local, _ = carry
+        spectrum, slope = curvature(z_local), gradient(z_local)
+        step = {g: jnp.where(active[g], solve(spectrum[g], slope[g]), 0.0) for g in z_local}
+
+        def at(length: Array) -> dict:
+            return jax.tree.map(lambda value, s: value + length * s, z_local, step)
+
+        values = jax.lax.map(lambda length: density(at(length)), lengths)
+        values = jnp.where(jnp.isfinite(values), values, -jnp.inf)
+        best = jnp.max(values)
+        # the longest step that is as good as the best up to rounding: near the mode all are, and Newton's is right
+        longest = lengths[jnp.argmax(values >= best - 1e-6 * (1 + jnp.abs(best)))]
+        return at(jnp.where(i < steps, longest, 0.0)), spectrum  # the last time only to see the curvature there
+
+    unknown = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(curvature, loc))
+    loc, spectrum = jax.lax.fori_loop(0, steps + 1, improve, (loc, unknown))
+    cross = jax.vmap(lambda e: jax.jvp(lambda z: jax.grad(density)(loc, z), (z,), (e,))[1])(jnp.eye(split.dim))
+    coupling, root, diagonal = {}, {}, {}
+    for group in split.groups:
+        values, vectors = spectrum[group.name]
+        solved = jax.vmap(lambda right, s=spectrum[group.name]: solve(s, right))(cross[group.name])
+        coupling[group.name] = jnp.moveaxis(jnp.where(active[group.name], solved, 0.0), 0, -1)
+        diagonal[group.name] = jnp.einsum("rij,rj,rij->ri", vectors, values, vectors)
+        if group.size == 1:
+            root[group.name] = jax.lax.rsqrt(values)[..., None]
+        else:
+            root[group.name] = jnp.linalg.cholesky(jnp.einsum("rij,rj,rkj->rik", vectors, 1 / values, vectors))
+    return Frame(z, loc, coupling, root, diagonal)
+
+
+class Conditional(NamedTuple):
+    """q(z_L | z_G) at one z_G: a normal, row by row unless ``mixing`` joins the rows."""
+
+    loc: dict[str, Array]  # {group: (rows, k)}
+    log_scale: dict[str, Array]  # {group: (rows, k)}
+    tril: dict[str, Array]  # {group: (rows, k (k - 1) / 2)}: strictly lower triangular, where rows have k > 1
+    mixing: Array | None = None  # strictly lower triangular over all locals of a silo
+
+
+def draw_rows(key: Array, split: SplitModel, mask: dict[str, Array], num: int) -> dict[str, Array]:
+    """Standard normals, {group: (num, rows, k)}. A row's numbers depend on its place, not on the padding."""
+    out = {}
+    for group in split.groups:
+        own = key if len(split.groups) == 1 else jax.random.fold_in(key, digest(group.name))
+        shape = group.row_shape(mask)
+        if len(shape) > 1:
+            keys = jax.vmap(lambda i, own=own: jax.random.fold_in(own, i))(jnp.arange(shape[0]))
+            tail = (int(np.prod(shape[1:])), num, group.size)
+            eps = jax.vmap(lambda one, tail=tail: jax.random.normal(one, tail))(keys).reshape(-1, num, group.size)
+        else:
+            eps = jax.random.normal(own, (group.num_rows(mask), num, group.size))
+        out[group.name] = jnp.moveaxis(eps, 1, 0)
+    return out
+
+
+def spread(given: Conditional, eps: dict) -> dict:
+    """z_L minus its mean, from one set of standard normals."""
+    if given.mixing is not None:
+        flat = flattened(eps)
+        eps = _regrouped(flat + given.mixing @ flat, eps)
+    out = {}
+    for group, white in eps.items():
+        if group in given.tril:
+            white = white + jnp.einsum("rij,rj->ri", _unpacked(given.tril[group], white.shape[-1]), white)
+        out[group] = jnp.exp(given.log_scale[group]) * white
+    return out
+
+
+def log_prob_spread(given: Conditional, spread: dict, active: dict) -> dict:
+    """log q(z_L | z_G) from z_L minus its mean, {group: (rows,)}; inactive elements (padding) are left out."""
+    white = {}
+    for group, value in spread.items():
+        white[group] = value * jnp.exp(-given.log_scale[group])
+        if group in given.tril:
+            k = value.shape[-1]
+            unit = _unpacked(given.tril[group], k) + jnp.eye(k)
+            white[group] = solve_triangular(unit, white[group][..., None], lower=True, unit_diagonal=True)[..., 0]
+    if given.mixing is not None:
+        flat = flattened(white)
+        unit = given.mixing + jnp.eye(flat.shape[0])
+        white = _regrouped(solve_triangular(unit, flat, lower=True, unit_diagonal=True), white)
+    density = lambda group: -0.5 * white[group] ** 2 - given.log_scale[group] - 0.5 * LOG_2PI
+    return {group: jnp.sum(jnp.where(active[group], density(group), 0.0), axis=-1) for group in spread}
+
+
+def sample(given: Conditional, eps: dict) -> dict:
+    """z_L from one set of standard normals."""
+    return jax.tree.map(jnp.add, given.loc, spread(given, eps))
+
+
+def _unpacked(packed: Array, k: int) -> Array:
+    """Strictly lower triangular matrices from their entries: (rows, k (k - 1) / 2) -> (rows, k, k)."""
+    i, j = np.tril_indices(k, -1)
+    return jnp.zeros((*packed.shape[:-1], k, k), packed.dtype).at[..., i, j].set(packed)
+
+
+def flattened(values: dict) -> Array:
+    return jnp.concatenate([values[group].reshape(-1) for group in sorted(values)])
+
+
+def _regrouped(flat: Array, like: dict) -> dict:
+    out, start = {}, 0
+    for group in sorted(like):
+        out[group] = flat[start : start + like[group].size].reshape(like[group].shape)
+        start += like[group].size
+    return out

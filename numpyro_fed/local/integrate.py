@@ -1,0 +1,205 @@
+r"""A silo's factor, :math:`f_j(z_G) = \int p(y_j, z_{Lj} \mid z_G)\, dz_{Lj}`, and how its integral is taken.
+
+A :class:`Marginal` says how. ``"quadrature"``: Gauss and Hermite's rule in every row of one or two dimensions, around
+the row's mode. ``"iw"``: K draws per row, weighted (or per silo, where rows meet); a lower bound in expectation, and
+with fresh draws at each point what PVI's free energy asks for. ``"joint"``: not at all; a sampler draws the locals with
+the globals. ``"none"``: there are no locals. One quadrature node is the profile :math:`\max_{z_L} p(y, z_L | z_G)`,
+whose curvature is the Schur complement of the joint one.
+
+Solvers see a :class:`Factor`, functions of z_G alone, so the server's prior can be one, too.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import logsumexp
+from numpyro import handlers
+
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.local import minibatch
+from numpyro_fed.local.bound import Weighting, combined, row_weights
+from numpyro_fed.local.conditional import Frame, draw_rows, empty_frame, fit_frame
+from numpyro_fed.local.minibatch import Batching
+from numpyro_fed.local.redraw import observed_sites, redraw, replaced
+from numpyro_fed.model.rows import Components
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.normal.families import LOG_2PI
+
+Array = Any
+NODES = {1: 21, 2: 15}  # per dimension of a row
+DRAWS = 64
+REDRAWN_STEPS = 8  # of Newton's method to the locals' modes, given observations that were just drawn
+JOINT_DRAWS = 8  # of the bound that places a joint sampler
+MOST_ELEMENTS = 2**21  # of one site's log density that are evaluated at once
+
+
+class Marginal(NamedTuple):
+    """How locals are integrated out. Static: part of the compiled program."""
+
+    kind: str  # "none", "quadrature", "iw" or "joint"
+    num: int = 1  # nodes per dimension, or draws
+    rows: str = "whole"  # how terms find their rows, see bound.Weighting
+
+    @property
+    def weighting(self) -> Weighting:
+        return Weighting(self.num, self.rows)
+
+
+class Nodes(NamedTuple):
+    """Standardised places of the locals, and the log weight of each."""
+
+    eps: dict[str, Array]  # {group: (K, rows, k)}
+    log_weight: Array  # (K,)
+
+
+class Factor(NamedTuple):
+    """A factor as a solver sees it; ``frame`` is () where there are no locals."""
+
+    refit: Callable  # (z, frame, steps) -> frame, centred at z
+    log_f: Callable  # (z, frame, nodes) -> its logarithm at z
+    nodes: Callable  # (key or None) -> nodes; with a key, fresh draws where there are draws
+    joint: Callable  # (z, frame, eps) -> log p(y, z_L | z) |dz_L / deps| at z_L = frame(z, eps)
+    moments: Callable  # (z, frame, nodes) -> frame with the locals' mean and covariance given z, for draws
+    eps_shape: dict[str, tuple[int, ...]]  # {group: (rows, k)}
+    batch: int  # points of z that may be evaluated at once
+    sampled: bool = False  # locals are to be sampled with the globals
+    redrawn: Callable | None = None  # (key, z, frame) -> gradient of log f at z, all observations redrawn given z
+    num_obs: Any = None  # how many observations the factor holds
+    part: Callable | None = None  # (key, z) -> log f at z from a minibatch, right on average; None: there are none
+
+    def batch_of(self, num: int) -> int:
+        """The largest power of two in ``batch`` that divides ``num``: a remainder would be compiled, too."""
+        size = 1
+        while 2 * size <= min(self.batch, num) and num % (2 * size) == 0:
+            size *= 2
+        return size
+
+
+def gauss_hermite(num: int, dims: int) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes (num ** dims, dims) and log weights for expectations under a standard normal."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(num)
+    grid = np.stack([axis.reshape(-1) for axis in np.meshgrid(*[nodes] * dims, indexing="ij")], axis=1)
+    log_weights = np.log(weights / weights.sum())
+    each = np.stack([axis.reshape(-1) for axis in np.meshgrid(*[log_weights] * dims, indexing="ij")], axis=1)
+    return grid, each.sum(axis=1)
+
+
+def silo_factor(
+    split: SplitModel,
+    marginal: Marginal,
+    data: SiloData,
+    components: Components | None,
+    theta: dict | None = None,
+    batching: Batching | None = None,
+) -> Factor:
+    """The factor of one silo."""
+    theta = split.theta if theta is None else theta
+    none = marginal.kind == "none"
+    shapes: dict[str, tuple[int, ...]] = {g.name: (g.num_rows(data.mask), g.size) for g in split.groups}
+    dtype = jnp.zeros(()).dtype
+
+    def refit(z: Array, frame: Frame, steps: Any) -> Any:
+        return () if none else fit_frame(split, z, theta, frame.loc, data, steps)
+
+    def nodes(key: Array | None) -> Any:
+        if none:
+            return ()
+        if marginal.kind == "joint":  # antithetic, the same in every round: a bound for Newton's method
+            half = draw_rows(jax.random.key(0), split, data.mask, JOINT_DRAWS // 2)
+            eps = jax.tree.map(lambda draws: jnp.concatenate([draws, -draws]), half)
+            return Nodes(eps, jnp.full(JOINT_DRAWS, -np.log(JOINT_DRAWS), dtype))
+        if marginal.kind == "iw":
+            eps = draw_rows(jax.random.key(0) if key is None else key, split, data.mask, marginal.num)
+            return Nodes(eps, jnp.full(marginal.num, -np.log(marginal.num), dtype))
+        dims = max(k for _, k in shapes.values())
+        grid, log_weight = gauss_hermite(marginal.num, dims)
+        eps = {
+            name: jnp.broadcast_to(jnp.asarray(grid[:, None, :k], dtype), (len(grid), rows, k))
+            for name, (rows, k) in shapes.items()
+        }
+        return Nodes(eps, jnp.asarray(log_weight, dtype))
+
+    def log_ratios(z: Array, frame: Frame, eps: dict) -> Array:
+        """log p(y, z_L | z) / N(z_L; frame), by component."""
+        found = split.evaluate(z, frame.at(z, eps), theta, data)
+        log_q = {}
+        for g in shapes:
+            each = jnp.where(found.active[g], -0.5 * eps[g] ** 2 - 0.5 * LOG_2PI, 0.0)
+            log_diagonal = jnp.log(jnp.diagonal(frame.root[g], axis1=1, axis2=2))
+            log_q[g] = jnp.sum(each - jnp.where(found.active[g], log_diagonal, 0.0), axis=1)
+        return combined(split, marginal.weighting, found.terms, log_q, data, components, None, None)
+
+    def log_f(z: Array, frame: Frame, nodes: Nodes) -> Array:
+        if none:
+            return split.log_silo(z, {}, theta, data)
+        if marginal.kind == "joint":
+            return jnp.mean(jax.vmap(lambda eps: joint(z, frame, eps))(nodes.eps))
+        each = jax.vmap(lambda eps: log_ratios(z, frame, eps))(nodes.eps)
+        return jnp.sum(logsumexp(each + nodes.log_weight[:, None], axis=0))
+
+    def joint(z: Array, frame: Frame, eps: dict) -> Array:
+        log_det = frame.log_det()
+        active = split.evaluate(z, frame.loc, theta, data).active
+        padding = sum(jnp.sum(jnp.where(active[g], 0.0, -0.5 * eps[g] ** 2 - 0.5 * LOG_2PI)) for g in eps)
+        total = split.log_silo(z, frame.at(z, eps), theta, data) + padding
+        return total + sum(jnp.sum(log_det[g]) for g in eps)
+
+    def moments(z: Array, frame: Frame, nodes: Nodes) -> Any:
+        if none:
+            return ()
+        log_weight = jax.vmap(lambda eps: log_ratios(z, frame, eps))(nodes.eps) + nodes.log_weight[:, None]
+        weight = jax.nn.softmax(log_weight, axis=0)
+        mean, cov = {}, {}
+        for g, eps in nodes.eps.items():
+            own = row_weights(split, marginal.weighting, weight, g, data, components)  # (K, rows)
+            mean[g] = jnp.einsum("kr,krj->rj", own, eps)
+            cov[g] = jnp.einsum("kr,kri,krj->rij", own, eps, eps) - mean[g][:, :, None] * mean[g][:, None, :]
+        return moved(frame, mean, cov)
+
+    def redrawn(key: Array, z: Array, frame: Any) -> Array:
+        values: dict[str, Any] = dict.fromkeys(site.name for site in observed_sites(split, "factor"))
+        values |= redraw(split, z, theta, data, key)
+        model = handlers.condition(split.model, condition_fn=partial(replaced, values))
+        other = silo_factor(split._replace(model=model), marginal, data, components, theta)
+        own = other.refit(z, frame, REDRAWN_STEPS)
+        return jax.grad(lambda z: other.log_f(z, own, other.nodes(None)))(z)
+
+    observed = {axis for site in observed_sites(split, "observed", "factor") for axis, _ in site.axes}
+    num_obs = jnp.maximum(sum((jnp.sum(data.mask[axis]) for axis in observed), jnp.zeros((), int)), 1)
+    elements = max(
+        (int(np.prod(leaf.shape)) for leaf in jax.tree.leaves((data.args, data.mask)) if np.ndim(leaf)), default=1
+    )
+    each = marginal.num ** max((k for _, k in shapes.values()), default=1) if marginal.kind == "quadrature" else 1
+    each = marginal.num if marginal.kind == "iw" else each
+    batch = int(np.clip(MOST_ELEMENTS // max(elements * each, 1), 1, 1024))
+    part = None if batching is None else partial(_estimate, split, theta, data, batching)
+    return Factor(refit, log_f, nodes, joint, moments, shapes, batch, marginal.kind == "joint", redrawn, num_obs, part)
+
+
+def _estimate(split: SplitModel, theta: dict, data: SiloData, batching: Batching, key: Array, z: Array) -> Array:
+    return minibatch.log_silo(split, z, theta, minibatch.with_replacement(split, batching, key, data))
+
+
+def moved(frame: Frame, mean: dict, cov: dict) -> Frame:
+    """The frame with the mean and covariance that its standardised locals turned out to have."""
+    loc, root = {}, {}
+    for g in frame.loc:
+        loc[g] = frame.loc[g] + jnp.einsum("rij,rj->ri", frame.root[g], mean[g])
+        k = cov[g].shape[-1]
+        safe = cov[g] + 1e-4 * jnp.eye(k)
+        root[g] = frame.root[g] @ jnp.linalg.cholesky(safe / (1 + 1e-4))
+    return frame._replace(loc=loc, root=root)
+
+
+def start_frame(split: SplitModel, data: SiloData) -> Any:
+    return empty_frame(split, data) if split.groups else ()
+
+
+def plain_factor(log_f: Callable) -> Factor:
+    """A factor without locals: the server's prior."""
+    nothing = lambda *_: ()
+    return Factor(nothing, lambda z, frame, nodes: log_f(z), nothing, nothing, nothing, {}, 1024)

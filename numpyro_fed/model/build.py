@@ -1,0 +1,121 @@
+"""From a model and its silos to a split model."""
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpyro.distributions import biject_to, constraints
+from numpyro.distributions.distribution import validation_enabled
+
+from numpyro_fed.data.padding import CallSpec, call_spec, shared_arrays
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.model import enumeration
+from numpyro_fed.model.certificate import certify
+from numpyro_fed.model.enumeration import Enumeration
+from numpyro_fed.model.layout import Group, LocalSite
+from numpyro_fed.model.partition import partition
+from numpyro_fed.model.partition_table import Partition
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.support import check_support
+from numpyro_fed.model.trace import Model, PartitionError, init_to_zero, traced
+
+Array = Any
+
+
+def split_model(model: Model, silos: Silos, local: Any = None, shared: Any = None, check: bool = True) -> SplitModel:
+    """Split ``model`` over ``silos``; raises when the split would not be exact."""
+    part = partition(model, silos, local, shared)
+    spec = call_spec(silos, part.axes)
+    split = from_spec(model, part, spec, shared_arrays(silos))
+    if not check:
+        return split
+    check_support(split, silos)
+    # Silos of equal size are padded for speed alone: where rows mix, they need not be.
+    equal = {axis.name for axis in part.axes if axis.free and len(set(axis.lengths.values())) == 1}
+    try:
+        certify(split, silos)
+    except PartitionError:
+        if not equal:
+            raise
+        axes = tuple(axis._replace(free=axis.free and axis.name not in equal) for axis in part.axes)
+        split = split._replace(partition=replace(part, axes=axes))
+        certify(split, silos)
+    return split
+
+
+def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array, ...]) -> SplitModel:
+    """A split from what the server knows: shapes, shared arguments and the partition. Needs no data."""
+    unconstrained = {s.name: tuple(s.shape.unconstrained or ()) for s in part.sites if s.role == "global"}
+    params = {s.name for s in part.sites if s.role in ("param", "constant")}
+    values: dict[str, Any] = {}
+    limits: dict[str, Any] = {}
+    if params:
+        with validation_enabled(False):  # the dummy's zeros need not be valid data
+            trace = traced(model, spec.kwargs(spec.dummy()._replace(shared=shared)), start=init_to_zero)
+        for name in params:
+            values[name] = trace[name]["value"]
+            limits[name] = trace[name]["kwargs"].get("constraint", constraints.real)
+    theta = {s.name: biject_to(limits[s.name]).inv(values[s.name]) for s in part.sites if s.role == "param"}
+    # a Python number (numpyro.param("t", 0.0)) would turn float64 in an engine's program; flax's weights are float32
+    # under x64, too, and would meet float64 gradients
+    real = jnp.zeros(()).dtype
+    theta = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.promote_types(jnp.asarray(leaf).dtype, real)), theta)
+    for name, start in theta.items():
+        if not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(start)):
+            raise PartitionError(
+                f"param {name!r} starts at {values[name]}, at or beyond the edge of its constraint {limits[name]}: "
+                "start it inside."
+            )
+    constants = {s.name: values[s.name] for s in part.sites if s.role == "constant"}
+    split = SplitModel(
+        model,
+        part,
+        spec,
+        shared,
+        unconstrained,
+        _groups(part),
+        theta,
+        {name: limits[name] for name in theta},
+        constants,
+    )
+    return split._replace(enumeration=_enumeration(split))
+
+
+def _enumeration(split: SplitModel) -> Enumeration:
+    data = split.spec.dummy()._replace(shared=split.shared)
+    values = split.unravel(jnp.zeros(split.dim)) | split.unpack(split.zeros_local(data.mask), data.mask)
+    shown = [site.name for site in split.partition.sites if site.role == "deterministic"]
+
+    def computed(discrete: dict[str, Array]) -> dict[str, Array]:
+        trace = split._trace(values, split.theta, data, discrete)
+        return {name: trace[name]["value"] for name in shown}
+
+    return enumeration.plan(split.partition, split._run(values, split.theta, data), computed)
+
+
+def _groups(part: Partition) -> tuple[Group, ...]:
+    lengths = {axis.name: axis.lengths[part.reference] for axis in part.axes}
+    found: dict[tuple, list[LocalSite]] = {}
+    for site in part.sites:
+        if site.role != "local":
+            continue
+        # the unconstrained value is the log density's axes followed by event axes
+        batch, shape = site.shape.log_prob or (), site.shape.unconstrained or ()
+        axes = sorted(site.axes)
+        positions = tuple(len(batch) + dim for _, dim in axes)
+        key = tuple((axis, Fraction(batch[dim], lengths[axis])) for axis, dim in axes)
+        rest = tuple(size for i, size in enumerate(shape) if i not in positions)
+        found.setdefault(key, []).append(
+            LocalSite(site.name, positions, rest, len(batch), tuple(dim for _, dim in axes))
+        )
+    groups, taken = [], set()
+    for key, sites in found.items():
+        name = "*".join(axis for axis, _ in key) or "silo"
+        while name in taken:
+            name += "'"
+        taken.add(name)
+        groups.append(Group(name, key, tuple(sites)))
+    return tuple(groups)

@@ -1,0 +1,146 @@
+"""The model run forward: given latents are held, everything else is drawn, observations too."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from numpyro import handlers
+from numpyro.distributions import Unit
+
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.keys import fold_in_name
+from numpyro_fed.model.layout import filled
+from numpyro_fed.model.partition_table import Site
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.trace import unwrapped
+from numpyro_fed.precision import ONCE
+
+Array = Any
+
+
+class Call(NamedTuple):
+    """What a compiled prediction is specialised on: the ints among the arguments, and which locals are held."""
+
+    ints: tuple[int | None, ...]  # None where an array stands
+    structure: Any
+    held: tuple[str, ...]  # local sites whose draws are the silo's
+    lengths: tuple[tuple[str, int], ...]  # axes of these, without padding
+
+
+def predictor(method: Any, split: SplitModel) -> Callable[..., dict[str, Array]]:
+    """``(keys, identity, server, silo, mask, arrays, call, data) -> {site: draws}``, compiled.
+
+    ``data`` are the silo's own, where held latents are read off them: discrete ones, or all by an encoder; else None.
+    """
+    encoded = getattr(getattr(method, "family", None), "needs_data", False)
+
+    def one(
+        key: Array, identity: Any, server: Any, state: Any, mask: Any, arrays: tuple, call: Call, data: SiloData | None
+    ) -> dict[str, Array]:
+        z = method.sample_global(split, server, key)
+        values, discrete = split.unravel(z), {}
+        if call.held:
+            own, lengths = local_key(key, identity), dict(call.lengths)
+            if encoded and data is not None:
+                z_local = method.sample_local(split, server, state, own, z, data.mask, data)
+            else:
+                z_local = method.sample_local(split, server, state, own, z, mask)
+                z_local = split.unpadded_local(z_local, lengths, {axis: rows.shape[-1] for axis, rows in mask.items()})
+            local = split.unpack(z_local, {axis: jnp.ones(n, bool) for axis, n in lengths.items()})
+            values |= {name: local[name] for name in call.held if name in local}
+            if data is not None:
+                drawn = split.sample_discrete(z, z_local, method.theta(server), data, discrete_key(key, identity))
+                discrete = {name: drawn[name] for name in call.held if name in drawn}
+        found = iter(arrays)
+        flat = [next(found) if value is None else value for value in call.ints]
+        kwargs = jax.tree.unflatten(call.structure, flat)
+        own = jax.random.fold_in(local_key(key, identity), 1)
+        return forward(split, values, method.theta(server), kwargs, own, discrete)
+
+    def all_(
+        keys: Array, identity: Any, server: Any, state: Any, mask: Any, arrays: tuple, call: Call, data: Any = None
+    ) -> dict[str, Array]:
+        return jax.vmap(lambda key: one(key, identity, server, state, mask, arrays, call, data))(keys)
+
+    return jax.jit(all_, static_argnums=6, compiler_options=ONCE)
+
+
+def local_key(key: Array, identity: Any) -> Array:
+    """Of one silo's locals, the globals being drawn from ``key``: silos are independent given the globals."""
+    return fold_in_name(jax.random.fold_in(key, 1), identity)
+
+
+def discrete_key(key: Array, identity: Any) -> Array:
+    """Of one silo's discrete sites, all else being drawn from ``key``."""
+    return jax.random.fold_in(local_key(key, identity), 2)
+
+
+def forward(
+    split: SplitModel, values: dict, theta: dict, kwargs: dict, key: Array, discrete: dict | None = None
+) -> dict[str, Array]:
+    """One run of the model: latents in ``values`` (unconstrained) and ``discrete`` are held, all else is drawn."""
+    trace = _forward_trace(split, values, theta, kwargs, key, discrete)
+    shown = [site for site in split.partition.sites if site.role in ("observed", "deterministic")]
+    return {site.name: trace[site.name]["value"] for site in shown}
+
+
+def _forward_trace(
+    split: SplitModel, values: dict, theta: dict, kwargs: dict, key: Array, discrete: dict | None = None
+) -> dict[str, dict]:
+    model = handlers.condition(split.model, condition_fn=_forget)
+    params = split.constrain_theta(theta) | split.constants
+    model = handlers.substitute(model, data=params) if params else model
+    model = handlers.substitute(model, substitute_fn=partial(filled, values, discrete or {}))
+    return handlers.trace(handlers.seed(model, key)).get_trace(**kwargs)
+
+
+def _forget(site: dict) -> None:
+    """Take an observation away, so that the site is drawn. A condition_fn, since those reach inside NumPyro's scan."""
+    fn, value = site["fn"], site["value"]
+    if not site["is_observed"] or value is None or isinstance(unwrapped(fn), Unit):
+        return
+    if not site["kwargs"].get("sample_shape"):  # rows that share a distribution are drawn one by one
+        shape = np.broadcast_shapes(jnp.shape(value), fn.shape())
+        batch = shape[: len(shape) - fn.event_dim]
+        site["fn"] = fn if batch == fn.batch_shape else fn.expand(batch)
+    site["value"], site["is_observed"] = None, False
+    if site["kwargs"]["rng_key"] is None:
+        site["kwargs"]["rng_key"] = numpyro.prng_key()
+
+
+def event_dims(split: SplitModel) -> dict[str, int]:
+    """Of the observed sites: how many of a value's last axes one log density covers."""
+    found: dict[str, int] = {}
+
+    def run() -> int:
+        kwargs = split.spec.kwargs(split.spec.dummy()._replace(shared=split.shared))
+        trace = _forward_trace(split, split.unravel(jnp.zeros(split.dim)), split.theta, kwargs, jax.random.key(0))
+        found.update({s.name: trace[s.name]["fn"].event_dim for s in split.partition.sites if s.role == "observed"})
+        return 0
+
+    jax.eval_shape(run)
+    return found
+
+
+def value_axes(site: Site, events: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """The own axes of a site's value, when drawn (an observed constant would have none)."""
+    if site.role != "observed":
+        return site.value_axes
+    return tuple((axis, dim - events[site.name]) for axis, dim in site.axes)
+
+
+def call_of(kwargs: dict[str, Any], held: tuple[str, ...], lengths: dict[str, int]) -> tuple[Call, tuple]:
+    flat, structure = jax.tree.flatten(kwargs)
+    ints = tuple(leaf if isinstance(leaf, int) else None for leaf in flat)
+    own = tuple(sorted(lengths.items())) if held else ()
+    return Call(ints, structure, held, own), tuple(leaf for leaf in flat if not isinstance(leaf, int))
+
+
+def unit_axes(split: SplitModel) -> set[str]:
+    """The own axes along which data are observed; the others hold groups of units."""
+    observed = [site for site in split.partition.sites if site.role in ("observed", "factor")]
+    return {axis for site in observed for axis, _ in (*site.axes, *site.value_axes)}

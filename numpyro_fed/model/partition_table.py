@@ -1,0 +1,126 @@
+"""The sites of a model and where each lives, as a value that prints as a table."""
+
+from dataclasses import dataclass, field
+from html import escape
+from typing import NamedTuple
+
+import numpy as np
+
+from numpyro_fed.data.axis import Axis
+from numpyro_fed.model.trace import SiteShape
+
+
+class Site(NamedTuple):
+    """Where a site lives. Dims are counted from the right, of the log density and of the value."""
+
+    name: str
+    role: str  # global, local, enumerated, observed, factor, deterministic, param, constant
+    at_server: bool
+    axes: tuple[tuple[str, int], ...]  # (axis, dim of the log density)
+    value_axes: tuple[tuple[str, int], ...]
+    shape: SiteShape
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The sites of a model, divided between the server and the silos. Prints as a table."""
+
+    sites: tuple[Site, ...]
+    axes: tuple[Axis, ...]
+    silo_plates: tuple[str, ...]
+    num_silos: int
+    reference: str = ""  # the silo whose shapes the sites show
+    static_support: tuple[str, ...] = ()  # observed sites whose support depends on no latent
+    named: tuple[str, ...] = field(default=())  # plates and sites named in local=
+
+    def _names(self, role: str) -> tuple[str, ...]:
+        return tuple(site.name for site in self.sites if site.role == role)
+
+    @property
+    def global_sites(self) -> tuple[str, ...]:
+        return self._names("global")
+
+    @property
+    def local_sites(self) -> tuple[str, ...]:
+        return self._names("local")
+
+    @property
+    def enumerated_sites(self) -> tuple[str, ...]:
+        """Discrete latents of the silos, which are summed out."""
+        return self._names("enumerated")
+
+    @property
+    def observed_sites(self) -> tuple[str, ...]:
+        return tuple(site.name for site in self.sites if site.role in ("observed", "factor"))
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        return self._names("param")
+
+    def __getitem__(self, name: str) -> Site:
+        return next(site for site in self.sites if site.name == name)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        shown = [site for site in self.sites if site.role != "constant"]
+        return [
+            (
+                site.name,
+                _role(site),
+                ", ".join(plate for plate, _, _ in site.shape.plates) or "-",
+                _shape_text(site),
+                "nothing" if site.role == "deterministic" and not site.at_server else LEAVES.get(site.role, "?"),
+            )
+            for site in shown
+        ]
+
+    def _suggestion(self) -> str:
+        size = sum(int(np.prod(site.shape.unconstrained or ())) for site in self.sites if site.role == "global")
+        own = self.local_sites or self.enumerated_sites
+        why = "local latents stay in their silos" if own else "no local latents"
+        guide = "" if size <= 500 else ', guide=nf.guides.StructuredNormal(global_cov="diagonal")'
+        return f"{size} global dimensions, {why}: try nf.SFVI(model{guide}).run(jax.random.key(0), silos)"
+
+    def table(self) -> str:
+        rows = [HEAD, *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+        rows.insert(1, tuple("-" * width for width in widths))
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n{self._suggestion()}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        line = lambda row, tag: "".join(f"<{tag} style='text-align:left'>{escape(cell)}</{tag}>" for cell in row)
+        body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in self._rows())
+        return (
+            f"<table><thead><tr>{line(HEAD, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+            f"<p>{escape(self._suggestion())}</p>"
+        )
+
+
+HEAD = ("site", "role", "plates", "shape", "what leaves the silo")
+LEAVES = {
+    "global": "a gradient or a factor",
+    "local": "nothing",
+    "enumerated": "nothing",
+    "observed": "nothing",
+    "factor": "nothing",
+    "deterministic": "-",
+    "param": "a gradient",
+}
+
+
+def _role(site: Site) -> str:
+    if site.role in ("observed", "factor"):
+        return f"{site.role} (server, once)" if site.at_server else site.role
+    if site.role == "deterministic":
+        return "deterministic of globals" if site.at_server else "deterministic, local"
+    return {"param": "param (theta)", "enumerated": "local, summed out"}.get(site.role, site.role)
+
+
+def _shape_text(site: Site) -> str:
+    along = {len(site.shape.value) + dim: axis for axis, dim in site.value_axes}
+    cells = [f"n[{along[i]}]" if i in along else str(size) for i, size in enumerate(site.shape.value)]
+    return "(" + ", ".join(cells) + ("," if len(cells) == 1 else "") + ")"

@@ -1,0 +1,197 @@
+"""Which log density belongs to which local row.
+
+Importance weighting row by row (each child, county or document has its own weights) needs to know which terms of the
+silo's log density depend on which local row; in long format (``alpha[county_idx]``) shapes do not tell. Derivatives
+do: move every row of a group by 1, then each row by its own label; a term that depends on one row alone changes in the
+ratio of that row's label. A second set of labels must agree. Rows that meet in a term are joined, and weights belong to
+the connected components.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.data.stack import Stack
+from numpyro_fed.model.layout import Group
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.precision import UNOPTIMISED
+
+Array = Any
+
+
+class Components(NamedTuple):
+    """Component of each local row and of each term's element, as ids in 0..num; ``num`` itself is 'no local row'."""
+
+    rows: dict[str, Array]  # {group: int (rows,)}
+    terms: dict[str, Array]  # {site: int, in the shape of its log density}
+    separable: Array  # bool: every term depends on at most one row of each group
+
+
+def num_components(split: SplitModel, mask: dict[str, Array]) -> int:
+    return sum(group.num_rows(mask) for group in split.groups)
+
+
+def find_components(split: SplitModel, key: Array, data: SiloData, z: Array, theta: dict[str, Array]) -> Components:
+    """The components of one silo, from forward-mode derivatives at a random point. Pure, can be vmapped over silos."""
+    starts = dict(zip((g.name for g in split.groups), _offsets(split.groups, data.mask), strict=True))
+    num = num_components(split, data.mask)
+    keys = jax.random.split(key, 2 + len(split.groups))
+    point = {
+        g.name: 0.3 * jax.random.normal(jax.random.fold_in(keys[0], i), (g.num_rows(data.mask), g.size))
+        for i, g in enumerate(split.groups)
+    }
+
+    def terms(z_local: dict) -> dict:
+        return split.evaluate(z, z_local, theta, data).terms
+
+    labels: dict[str, dict[str, Array]] = {}
+    separable = jnp.ones((), bool)
+    for i, group in enumerate(split.groups):
+        rows = group.num_rows(data.mask)
+        weights = jax.random.uniform(keys[2 + i], (group.size,), minval=0.5, maxval=1.5)
+        second = jax.random.uniform(jax.random.fold_in(keys[1], i), (rows,), minval=1.0, maxval=2.0)
+
+        def move(label: Array, group: Group = group, weights: Array = weights) -> dict:
+            tangent = {g.name: jnp.zeros_like(point[g.name]) for g in split.groups}
+            tangent[group.name] = label[:, None] * weights
+            return jax.jvp(terms, (point,), (tangent,))[1]
+
+        index = jnp.arange(rows)
+        ones, by_label, by_second = jax.vmap(move)(jnp.stack([jnp.ones(rows), (index + 1.0), second])), None, None
+        ones, by_label, by_second = ({s: t[k] for s, t in ones.items()} for k in range(3))
+        labels[group.name] = {}
+        for site, unit in ones.items():
+            touched = (unit != 0) | (by_label[site] != 0) | (by_second[site] != 0)
+            safe = jnp.where(unit != 0, unit, 1.0)
+            row = jnp.clip(jnp.round(by_label[site] / safe).astype(int) - 1, 0, rows - 1)
+            agrees = jnp.abs(by_second[site] / safe - second[row]) < 1e-3
+            agrees &= jnp.abs(by_label[site] / safe - (row + 1)) < 1e-3 * (row + 1)
+            separable &= jnp.all(jnp.where(touched, agrees & (unit != 0), True))
+            labels[group.name][site] = jnp.where(touched, row + starts[group.name], num)
+    component = _connected(labels, num)
+    by_row = {g.name: component[starts[g.name] : starts[g.name] + g.num_rows(data.mask)] for g in split.groups}
+    by_term = {
+        site: jnp.min(jnp.stack([jnp.append(component, num)[labels[g][site]] for g in labels]), axis=0)
+        for site in next(iter(labels.values()))
+    }
+    return Components(by_row, by_term, separable)
+
+
+def _offsets(groups: tuple[Group, ...], mask: dict[str, Array]) -> list[int]:
+    return np.cumsum([0, *(group.num_rows(mask) for group in groups)])[:-1].tolist()
+
+
+def _connected(labels: dict[str, dict[str, Array]], num: int) -> Array:
+    """The smallest id in each row's component: rows that meet in a term pass the smaller one on until nothing moves."""
+    if len(labels) == 1:
+        return jnp.arange(num)
+    sites = next(iter(labels.values()))
+    meetings = [jnp.stack([labels[g][site].reshape(-1) for g in labels]) for site in sites]
+
+    def spread(component: Array) -> Array:
+        for meeting in meetings:
+            smallest = jnp.min(jnp.append(component, num)[meeting], axis=0)
+            for rows in meeting:
+                component = component.at[rows].min(smallest, mode="drop")
+        return component
+
+    def moved(carry: tuple) -> tuple:
+        component, _ = carry
+        new = spread(component)
+        return new, jnp.any(new != component)
+
+    return jax.lax.while_loop(lambda carry: carry[1], moved, (jnp.arange(num), jnp.ones((), bool)))[0]
+
+
+def aligned(split: SplitModel, data: SiloData, found: Components) -> bool:
+    """Whether every element of every term belongs to the row it stands at: then no index is needed to add terms up."""
+    if len(split.groups) != 1 or not bool(found.separable):
+        return False
+    group = split.groups[0]
+    rows = np.asarray(split.row_mask(group, data.mask))
+    for site, ids in found.terms.items():
+        ids = np.asarray(ids)
+        dims = _dims(split, site, group)
+        if dims is None:
+            if np.any(ids != rows.size):
+                return False
+            continue
+        if tuple(ids.shape[d] for d in dims) != group.row_shape(data.mask):
+            return False
+        flat = np.moveaxis(ids, dims, range(len(dims))).reshape(rows.size, -1)
+        own = np.arange(rows.size)[:, None]
+        if np.any((flat != own) & (flat != rows.size)):
+            return False
+    return True
+
+
+def _dims(split: SplitModel, site: str, group: Group) -> list[int] | None:
+    """The dims of a site's log density along which the group's rows lie, or None when it has other axes."""
+    along = sorted(split.partition[site].axes)
+    return [dim for _, dim in along] if [axis for axis, _ in along] == [axis for axis, _ in group.axes] else None
+
+
+def add_aligned(split: SplitModel, terms: dict[str, Array], mask: dict[str, Array]) -> Array:
+    """Terms summed by row, with one more entry for those of no row: (rows + 1,). For aligned silos."""
+    group = split.groups[0]
+    total, rest = jnp.zeros(group.num_rows(mask)), jnp.zeros(())
+    for site, term in terms.items():
+        dims = _dims(split, site, group)
+        if dims is not None:
+            total = total + jnp.sum(jnp.moveaxis(term, dims, range(len(dims))).reshape(total.shape[0], -1), axis=1)
+        else:
+            rest = rest + jnp.sum(term)
+    return jnp.append(total, rest)
+
+
+def add_indexed(found: Components, terms: dict[str, Array], by_row: dict[str, Array], num: int) -> Array:
+    """Terms and the guide's per-row log densities (subtracted) summed by component: (num + 1,)."""
+    total = jnp.zeros(num + 1)
+    for site, term in terms.items():
+        total = total.at[found.terms[site]].add(term)
+    for group, log_q in by_row.items():
+        total = total.at[found.rows[group]].add(-log_q)
+    return total
+
+
+def components_of(split: SplitModel, data: SiloData) -> Components:
+    """The components of one silo, at the place where everyone looks for them."""
+    key = jax.random.key(0)
+    return find_components(split, key, data, 0.1 * jax.random.normal(key, (split.dim,)), split.theta)
+
+
+def finder(split: SplitModel) -> Any:
+    """The components of all silos of a bucket, compiled: (args, mask, shared) -> Components, stacked."""
+
+    def one(args: Any, mask: Any, shared: Any) -> Components:
+        return components_of(split, SiloData(args, mask, shared))
+
+    return jax.jit(jax.vmap(one, in_axes=(0, 0, None)), compiler_options=UNOPTIMISED)
+
+
+def how_rows_lie(split: SplitModel, stack: Stack, found: list[Components]) -> str:
+    """``"aligned"``, ``"indexed"`` or (where rows meet in a term) ``"whole"``, over all silos."""
+    everywhere_aligned = True
+    for bucket, components in zip(stack.buckets, found, strict=True):
+        if not bool(np.all(components.separable)):
+            return "whole"
+        for j in range(len(bucket.names)):
+            each = (SiloData(bucket.args, bucket.mask, ()), components)
+            data, one = jax.tree.map(lambda leaf, j=j: leaf[j], each)
+            everywhere_aligned = everywhere_aligned and aligned(split, data, one)
+    return "aligned" if everywhere_aligned else "indexed"
+
+
+def joined_groups(rows: dict[str, np.ndarray]) -> bool:
+    """Whether rows of several groups share a component, in any silo (first axis)."""
+    groups = list(rows.values())
+    if len(groups) < 2:
+        return False
+    for j in range(groups[0].shape[0]):
+        ids = np.concatenate([np.asarray(g[j]) for g in groups])
+        if len(np.unique(ids)) < len(ids):
+            return True
+    return False

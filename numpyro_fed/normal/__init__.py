@@ -1,0 +1,1 @@
+"""The algebra of normal distributions that methods share."""

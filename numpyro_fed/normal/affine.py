@@ -1,0 +1,133 @@
+r"""Coordinates in which a tilted distribution is about standard normal, and Newton's method to get there.
+
+.. math:: z = m + R x
+
+Natural parameters are float64 and may be badly conditioned; in these coordinates all numbers are of order one, so the
+model is evaluated in the user's own precision and only the change of coordinates is done in float64.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.linalg import solve_triangular
+
+from numpyro_fed.model.layout import GOLDEN, NEAR_ZERO
+from numpyro_fed.normal.families import LOG_2PI, Natural, Normal, inverse
+from numpyro_fed.precision import double, single
+
+Array = Any
+
+
+class Coordinates(NamedTuple):
+    mean: Array  # (d,) float64
+    root: Array  # (d, d) float64, lower triangular or (where nothing asks for that) any root of the covariance
+
+
+class Quadratic(NamedTuple):
+    """A normal factor in coordinates x, but for a constant: b'x - x'Ax / 2, in the user's precision."""
+
+    precision: Array
+    shift: Array
+
+    def __call__(self, x: Array) -> Array:
+        return self.shift @ x - 0.5 * x @ self.precision @ x
+
+
+def coordinates(family: Normal, q: Natural) -> Coordinates:
+    """Those of q; where q is improper the model's own."""
+    mean, root = family.moments(q)
+    proper = family.proper(q)
+
+    @double
+    def run(mean: Array, root: Array) -> Coordinates:
+        d = mean.shape[0]
+        full = root if root.ndim == 2 else jnp.diag(root)
+        return Coordinates(jnp.where(proper, mean, 0.0), jnp.where(proper, full, jnp.eye(d)))
+
+    return run(mean, root)
+
+
+def seen_from(at: Coordinates, factor: Natural) -> Quadratic:
+    """A normal factor (with a precision matrix) in coordinates x."""
+
+    @double
+    def run(at: Coordinates, factor: Natural) -> Quadratic:
+        slope = factor.shift - factor.precision @ at.mean
+        return Quadratic(at.root.T @ factor.precision @ at.root, at.root.T @ slope)
+
+    return single(run(at, factor))
+
+
+def log_evidence(ask: Any, at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
+    """log E_q[f / site], where ``log_mean`` is the log of the mean of cavity x f over a standard normal in x.
+
+    The logarithm of a model's evidence is the posterior's log normaliser and these, summed over the factors.
+    """
+    proper, normaliser = ask.family.proper(ask.q), ask.family.log_normaliser(ask.q)
+
+    @double
+    def run(at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
+        times = cavity.precision @ at.mean if cavity.precision.ndim == 2 else cavity.precision * at.mean
+        const = cavity.shift @ at.mean - 0.5 * at.mean @ times
+        log_det = jnp.linalg.slogdet(at.root)[1] if at.root.ndim == 2 else jnp.sum(jnp.log(at.root))
+        volume = log_det + 0.5 * at.mean.shape[0] * LOG_2PI
+        return const + volume + log_mean - jnp.where(proper, normaliser, 0.0)
+
+    return single(run(at, cavity, log_mean))
+
+
+def placed(at: Coordinates, x: Array) -> Array:
+    """z = m + R x, for points (..., d), in the user's precision: the model's derivatives are taken through it."""
+    here = single(at)
+    return here.mean + x @ here.root.T
+
+
+@double
+def moved(at: Coordinates, mean: Array, root: Array) -> Coordinates:
+    """Coordinates of a normal that has this mean and root in the old ones."""
+    return Coordinates(at.mean + at.root @ mean, at.root @ root)
+
+
+@double
+def natural(at: Coordinates) -> Natural:
+    """The normal whose coordinates these are."""
+    precision = inverse(at.root @ at.root.T)
+    return Natural(precision, precision @ at.mean)
+
+
+def kept(family: Normal, at: Coordinates) -> Natural:
+    """The member of the family with this normal's moments, as far as the family keeps them."""
+    if family.kind == "full":
+        return natural(at)
+    with jax.enable_x64(True):
+        return family.project(at.mean, jnp.sum(at.root**2, axis=1))
+
+
+@double
+def factor_from(at: Coordinates, precision: Array, shift: Array) -> Natural:
+    """The factor exp(b'x - x'Ax / 2) in z. The root must be lower triangular."""
+    half = solve_triangular(at.root, precision, lower=True, trans=1)
+    precision = solve_triangular(at.root, half.T, lower=True, trans=1)
+    precision = 0.5 * (precision + precision.T)
+    return Natural(precision, solve_triangular(at.root, shift, lower=True, trans=1) + precision @ at.mean)
+
+
+def lower(at: Coordinates) -> Coordinates:
+    """The same normal with a lower triangular root."""
+    with jax.enable_x64(True):
+        upper = jnp.linalg.qr(at.root.T, mode="r")
+        signs = jnp.where(jnp.diagonal(upper) < 0, -1.0, 1.0)
+        return at._replace(root=(signs[:, None] * upper).T)
+
+
+def near_zero(d: int) -> Array:
+    """Where a search in coordinates x begins: hardly away from the origin, and nowhere zero."""
+    return jnp.asarray(NEAR_ZERO * (0.5 + (np.arange(1, d + 1) * GOLDEN) % 1.0), jnp.zeros(()).dtype)
+
+
+@double
+def sds(at: Coordinates) -> Array:
+    """Conditional sds: what a family without correlations would learn from its free energy."""
+    return jax.lax.rsqrt(jnp.diagonal(inverse(at.root @ at.root.T)))

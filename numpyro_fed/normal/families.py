@@ -1,0 +1,242 @@
+r"""Normal families in natural parameters, over the unconstrained globals.
+
+A factor is :math:`\exp(h^\top z - \tfrac12 z^\top P z)`: products, quotients and powers of factors are sums,
+differences and multiples of :math:`(P, h)`. A factor need not be proper: P may be indefinite, or zero.
+
+Natural parameters are float64 wherever they are kept or sent, whatever the precision of the user's program: in float32
+a posterior whose precision has a condition of 1e8 is wrong by many sds while its Cholesky factor still exists. Only
+this algebra is traced in float64; a model traced in it would turn float64, too.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.linalg import solve_triangular
+
+from numpyro_fed.precision import double, single
+
+Array = Any
+LOG_2PI = float(np.log(2 * np.pi))
+SINGULAR = 1e-13  # squared pivots of a precision scaled to a unit diagonal; below this it counts as singular
+
+
+class Natural(NamedTuple):
+    """A factor of a normal family: ``precision`` is (d, d), (d,) or (), ``shift`` is P times the mean, (d,)."""
+
+    precision: Array
+    shift: Array
+
+
+@double
+def product(*factors: Natural) -> Natural:
+    """The product of factors.
+
+    >>> product(Natural(jnp.ones(2), jnp.ones(2)), Natural(jnp.ones(2), jnp.zeros(2))).precision
+    Array([2., 2.], dtype=float64)
+    """
+    return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *factors)
+
+
+@double
+def quotient(a: Natural, b: Natural) -> Natural:
+    """a / b."""
+    return jax.tree.map(lambda x, y: x - y, a, b)
+
+
+@double
+def power(a: Natural, exponent: Array) -> Natural:
+    return jax.tree.map(lambda leaf: exponent * leaf, a)
+
+
+@double
+def summed(stacked: Natural) -> Natural:
+    """The product of factors that are stacked on the first axis."""
+    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), stacked)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """What the families share; ``kind`` is ``"full"``, ``"diagonal"`` or ``"identity"`` (a multiple of it)."""
+
+    kind: str = "full"
+
+    # --- layout -----------------------------------------------------------------------------------------------------
+
+    def flat(self, d: int) -> Natural:
+        """The factor 1."""
+        with jax.enable_x64(True):
+            shape = {"full": (d, d), "diagonal": (d,), "identity": ()}[self.kind]
+            return Natural(jnp.zeros(shape, jnp.float64), jnp.zeros(d, jnp.float64))
+
+    def pack(self, factor: Natural) -> Natural:
+        """Without the half of a symmetric matrix that is known from the other: what is sent."""
+        if self.kind != "full":
+            return factor
+        i, j = np.tril_indices(factor.shift.shape[-1])
+        with jax.enable_x64(True):
+            return Natural(factor.precision[..., i, j], factor.shift)
+
+    def unpack(self, packed: Natural) -> Natural:
+        if self.kind != "full":
+            return packed
+        d = packed.shift.shape[-1]
+        i, j = np.tril_indices(d)
+        with jax.enable_x64(True):
+            lower = jnp.zeros((*packed.precision.shape[:-1], d, d), jnp.float64).at[..., i, j].set(packed.precision)
+            diagonal = jnp.eye(d) * lower
+            return Natural(lower + jnp.swapaxes(lower, -1, -2) - diagonal, packed.shift)
+
+    # --- conversions ------------------------------------------------------------------------------------------------
+
+    def dense(self, factor: Natural) -> Natural:
+        """The same factor with a precision matrix."""
+        return Natural(_dense(factor.precision, factor.shift), factor.shift)
+
+    def project(self, mean: Array, covariance: Array) -> Natural:
+        """The member of the family with this mean and, of the covariance (d, d) or (d,), what the family can keep."""
+        return _project(self.kind, mean, covariance)
+
+    def moments(self, factor: Natural) -> tuple[Array, Array]:
+        """Mean and a root of the covariance: lower triangular (d, d), or sds (d,). NaN where it is not proper."""
+        return _moments(self.kind, factor)
+
+    def mean(self, factor: Natural) -> Array:
+        return self.moments(factor)[0]
+
+    def covariance(self, factor: Natural) -> Array:
+        """(d, d), or (d,) for families without correlations."""
+        root = self.moments(factor)[1]
+        with jax.enable_x64(True):
+            return root @ root.T if self.kind == "full" else root**2
+
+    def sds(self, factor: Natural) -> Array:
+        root = self.moments(factor)[1]
+        with jax.enable_x64(True):
+            return jnp.sqrt(jnp.sum(root**2, axis=-1)) if self.kind == "full" else root
+
+    # --- properties -------------------------------------------------------------------------------------------------
+
+    def proper(self, factor: Natural) -> Array:
+        """Whether it is a distribution: finite, and its precision positive definite by a margin over rounding."""
+        return _proper(self.kind, factor)
+
+    def log_normaliser(self, factor: Natural) -> Array:
+        r""":math:`\log \int \exp(h^\top z - \tfrac12 z^\top P z) dz`."""
+        return _log_normaliser(self.kind, factor)
+
+    def kl(self, a: Natural, b: Natural) -> Array:
+        """KL(a || b).
+
+        >>> family = Normal("diagonal")
+        >>> a, b = family.project(jnp.zeros(1), jnp.ones(1)), family.project(jnp.ones(1), jnp.ones(1))
+        >>> float(family.kl(a, b))
+        0.5
+        """
+        return _kl(self.kind, a, b)
+
+    def sample(self, key: Array, factor: Natural) -> Array:
+        """One draw, in the precision of the user's program."""
+        mean, root = single(self.moments(factor))
+        eps = jax.random.normal(key, mean.shape)
+        return mean + (root @ eps if self.kind == "full" else root * eps)
+
+
+FULL, DIAGONAL, IDENTITY = Normal("full"), Normal("diagonal"), Normal("identity")
+
+
+def as_family(family: Any) -> Normal:
+    """A family from its name, or an error that says what to type."""
+    if isinstance(family, Normal):
+        return family
+    if family not in ("full", "diagonal", "identity"):
+        raise ValueError(f"family must be 'full', 'diagonal' or 'identity', got {family!r}")
+    return Normal(family)
+
+
+@double
+def _dense(precision: Array, shift: Array) -> Array:
+    d = shift.shape[-1]
+    if jnp.ndim(precision) == 2:
+        return precision
+    return jnp.eye(d) * precision
+
+
+def _project(kind: str, mean: Array, covariance: Array) -> Natural:
+    @double
+    def run(mean: Array, covariance: Array) -> Natural:
+        diagonal = covariance if covariance.ndim == 1 else jnp.diagonal(covariance)
+        if kind == "full":
+            full = covariance if covariance.ndim == 2 else jnp.diag(covariance)
+            precision = inverse(full)
+            return Natural(precision, precision @ mean)
+        precision = 1 / (diagonal if kind == "diagonal" else jnp.mean(diagonal))
+        return Natural(precision, precision * mean)
+
+    return run(mean, covariance)
+
+
+def _scaled(precision: Array) -> tuple[Array, Array]:
+    """A matrix with a unit diagonal, and the scale by which it was divided."""
+    scale = jnp.sqrt(jnp.maximum(jnp.diagonal(precision), 1e-300))
+    return precision / scale / scale[:, None], scale
+
+
+@double
+def inverse(matrix: Array) -> Array:
+    """The inverse of a positive definite matrix, by way of its Cholesky factor; symmetric. NaN if it has none."""
+    scaled, scale = _scaled(matrix)
+    half = solve_triangular(jnp.linalg.cholesky(scaled), jnp.diag(1 / scale), lower=True)
+    return half.T @ half
+
+
+def _moments(kind: str, factor: Natural) -> tuple[Array, Array]:
+    @double
+    def run(precision: Array, shift: Array) -> tuple[Array, Array]:
+        if kind != "full":
+            variance = jnp.broadcast_to(1 / precision, shift.shape)
+            return variance * shift, jnp.sqrt(variance)
+        # P = U U' with U upper triangular, so inv(U)' is a lower triangular root of the covariance
+        scaled, scale = _scaled(precision)
+        upper = jnp.linalg.cholesky(scaled[::-1, ::-1])[::-1, ::-1]
+        root = solve_triangular(upper, jnp.diag(1 / scale), lower=False).T
+        return root @ (root.T @ shift), root
+
+    return run(factor.precision, factor.shift)
+
+
+def _proper(kind: str, factor: Natural) -> Array:
+    @double
+    def run(precision: Array, shift: Array) -> Array:
+        finite = jnp.all(jnp.isfinite(precision)) & jnp.all(jnp.isfinite(shift))
+        if kind != "full":
+            return finite & jnp.all(precision > 0)
+        scaled, _ = _scaled(precision)
+        pivots = jnp.diagonal(jnp.linalg.cholesky(scaled)) ** 2
+        return finite & jnp.all(jnp.diagonal(precision) > 0) & jnp.all(pivots > SINGULAR)  # NaN compares as False
+
+    return run(factor.precision, factor.shift)
+
+
+def _log_normaliser(kind: str, factor: Natural) -> Array:
+    @double
+    def run(mean: Array, root: Array, shift: Array) -> Array:
+        diagonal = jnp.diagonal(root) if kind == "full" else root
+        return 0.5 * mean.shape[0] * LOG_2PI + jnp.sum(jnp.log(jnp.abs(diagonal))) + 0.5 * shift @ mean
+
+    return run(*_moments(kind, factor), factor.shift)
+
+
+def _kl(kind: str, a: Natural, b: Natural) -> Array:
+    @double
+    def run(mean: Array, root: Array, precision: Array, mean_b: Array, root_b: Array) -> Array:
+        d, shift = mean.shape[0], mean_b - mean
+        if kind == "full":
+            trace = jnp.sum((precision @ root) * root)
+            logs = jnp.sum(jnp.log(jnp.abs(jnp.diagonal(root_b))) - jnp.log(jnp.abs(jnp.diagonal(root))))
+            return 0.5 * (trace + shift @ precision @ shift - d) + logs
+        return jnp.sum(0.5 * precision * (root**2 + shift**2) - 0.5 + jnp.log(root_b) - jnp.log(root))
+
+    return run(*_moments(kind, a), b.precision, *_moments(kind, b))

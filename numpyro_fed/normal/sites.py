@@ -1,0 +1,85 @@
+r"""Sites: approximate factors, one a silo, all held by the server.
+
+.. math:: q(z_G) = t_0(z_G) \prod_j t_j(z_G)
+
+:math:`t_0` stands for the prior: it is the prior where that is normal, and a site that the server refines for itself
+where it is not. The server damps what silos propose, backs off where the posterior would not be proper, and adds
+exactly what it accepts, so the law above holds after every round, whatever the schedule, the engine or the cohort.
+
+Sites may be indefinite and cavities flat: that is normal, and projecting them would bias the answer. What must be
+proper is the posterior (here) and each tilted distribution (in its silo).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_fed.normal.families import Natural, Normal, product, quotient, summed
+from numpyro_fed.precision import double
+
+Array = Any
+
+
+class Sites(NamedTuple):
+    """``prior`` is t_0; ``each`` is stacked over silos (of a tied factorisation: the product of all, see `of`)."""
+
+    prior: Natural
+    each: Natural
+
+
+def posterior(sites: Sites, tied: bool = False) -> Natural:
+    """q, from its factors."""
+    return product(sites.prior, sites.each if tied else summed(sites.each))
+
+
+def scaled(changes: Natural, steps: Array) -> Natural:
+    """Stacked factors, each to its own power."""
+
+    @double
+    def run(changes: Natural, steps: Array) -> Natural:
+        return jax.tree.map(lambda leaf: steps.reshape(-1, *(1,) * (leaf.ndim - 1)) * leaf, changes)
+
+    return run(changes, steps)
+
+
+def zeroed(leaf: Array, ok: Array) -> Array:
+    """Changes that are not to be trusted are left out; NaN times zero would stay NaN."""
+    with jax.enable_x64(True):
+        return jnp.where(ok.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, 0.0)
+
+
+class Movement(NamedTuple):
+    """How far the posterior moved."""
+
+    divergence: Array  # symmetrised KL
+    shift: Array  # the largest of a mean, in sds
+
+
+def movement(family: Normal, old: Natural, new: Natural) -> Movement:
+    """From one proper posterior to another; infinite where one is not proper."""
+    both = family.proper(old) & family.proper(new)
+    divergence = family.kl(old, new), family.kl(new, old)
+    means, sds = (family.mean(old), family.mean(new)), family.sds(new)
+
+    @double
+    def run(kl: tuple, means: tuple, sds: Array) -> Movement:
+        shift = jnp.max(jnp.abs(means[1] - means[0]) / sds)
+        divergence = jnp.maximum(kl[0] + kl[1], 0.0)  # rounding
+        return Movement(jnp.where(both, divergence, jnp.inf), jnp.where(both, shift, jnp.inf))
+
+    return run(divergence, means, sds)
+
+
+def move(family: Normal, old: Natural, new: Natural) -> Array:
+    """How means and log sds moved, in sds, (2 d,); nothing from or to a posterior that is not proper."""
+    means, sds = (family.mean(old), family.mean(new)), (family.sds(old), family.sds(new))
+    both = family.proper(old) & family.proper(new)
+    with jax.enable_x64(True):
+        moved = jnp.concatenate([(means[1] - means[0]) / sds[1], jnp.log(sds[1] / sds[0])])
+        return jnp.where(both & jnp.isfinite(moved), moved, 0.0)
+
+
+def cavity(q: Natural, site: Natural) -> Natural:
+    """The posterior without a silo's site."""
+    return quotient(q, site)

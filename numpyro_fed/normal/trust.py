@@ -1,0 +1,107 @@
+"""How much of a proposed change the server accepts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_fed.normal.families import Natural, Normal, product, summed
+from numpyro_fed.normal.sites import scaled, zeroed
+
+Array = Any
+HALVINGS = 10
+TRUST = 16.0  # a round changes no variance by more than this factor, once every silo has been heard
+
+
+def acceptable(family: Normal, old: Natural, new: Natural, free: Array) -> Array:
+    """Whether a posterior may follow another: it is proper, and (unless ``free``) it is not a different one altogether.
+
+    Noisy messages can be amplified by one another, with sites that grow without bounds and cancel; so a round changes
+    no variance by more than a factor of ``TRUST``, in any direction.
+    """
+    near = family.proper(_combined(TRUST, new, old)) & family.proper(_combined(TRUST, old, new))
+    return family.proper(new) & (free | near)
+
+
+def _combined(factor: float, a: Natural, b: Natural) -> Natural:
+    """factor a - b."""
+    with jax.enable_x64(True):
+        return jax.tree.map(lambda x, y: factor * x - y, a, b)
+
+
+def steps_within(
+    family: Normal, q: Natural, changes: Natural, steps: Array, ok: Array, free: Array | bool = True
+) -> Array:
+    """How much of each change (stacked) the server accepts: ``steps`` if the posterior stays `acceptable`, else less.
+
+    First all together. If that fails, each change is halved until it would be acceptable on its own (0 when it never
+    is), and then all of them together until the sum is. Acceptable posteriors are a convex set, so a J-th of each is
+    always enough: no good message is lost to a bad one. Nothing depends on the order of the silos.
+    """
+    changes = jax.tree.map(lambda leaf: zeroed(leaf, ok), changes)
+    with jax.enable_x64(True):
+        steps = jnp.where(ok, steps, 0.0).astype(jnp.float64)
+
+    def fine(new: Natural) -> Array:
+        return acceptable(family, q, new, free)
+
+    def after(steps: Array) -> Natural:
+        return product(q, summed(scaled(changes, steps)))
+
+    def everything(_: None) -> Array:
+        return steps
+
+    def less(_: None) -> Array:
+        with jax.enable_x64(True):
+            halves = 0.5 ** jnp.arange(HALVINGS + 1, dtype=jnp.float64)
+
+        def alone(change: Natural, step: Array) -> Array:
+            with jax.enable_x64(True):
+                tries = halves * step
+                proper = jax.vmap(lambda s: fine(jax.tree.map(lambda a, b: a + s * b, q, change)))(tries)
+                return jnp.where(jnp.any(proper), tries[jnp.argmax(proper)], 0.0)
+
+        own = jax.vmap(alone)(changes, steps)
+
+        def improper(carry: tuple) -> Array:
+            count, factor = carry
+            with jax.enable_x64(True):
+                return (count < 3 * HALVINGS) & ~fine(after(factor * own))
+
+        def halve(carry: tuple) -> tuple:
+            count, factor = carry
+            with jax.enable_x64(True):
+                return count + 1, 0.5 * factor
+
+        with jax.enable_x64(True):
+            begin = jnp.zeros((), jnp.int32), jnp.ones((), jnp.float64)
+        factor = jax.lax.while_loop(improper, halve, begin)[1]
+        with jax.enable_x64(True):
+            accepted = factor * own
+            return jnp.where(fine(after(accepted)), accepted, 0.0)
+
+    return jax.lax.cond(fine(after(steps)), everything, less, None)
+
+
+def optimised(
+    family: Normal, optim: Any, opt_state: Any, step: Array, q: Natural, changes: Natural, ok: Array, refined: bool
+) -> tuple[Natural, Any, Array]:
+    """The server's optimiser moves q; the sites that were heard move with it, so that their product is still q.
+
+    Each takes its own change, and an equal part of what the optimiser adds to (or leaves out of) their sum; the last,
+    the prior's, has no part in it where the prior is exact (``refined`` is False). Returned: the sites' moves, the
+    optimiser's state, and how much of each was accepted.
+    """
+    changes = jax.tree.map(lambda leaf: zeroed(leaf, ok), changes)
+    with jax.enable_x64(True):
+        total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), changes)
+        update, opt_state = optim.update(jax.tree.map(jnp.negative, total), opt_state, q)
+        part = ok if refined else ok.at[-1].set(False)
+        share = part / jnp.maximum(jnp.sum(part), 1)
+        rest = jax.tree.map(lambda u, t: step * u - t, update, total)
+        moves = jax.tree.map(lambda c, r: c + share.reshape(-1, *(1,) * r.ndim).astype(jnp.float64) * r, changes, rest)
+        moves = jax.tree.map(lambda m: jnp.where(jnp.any(part), m, 0.0), moves)
+        combined = jax.tree.map(lambda m: jnp.sum(m, axis=0)[None], moves)
+    factor = steps_within(family, q, combined, jnp.ones(1), jnp.ones(1, bool))
+    with jax.enable_x64(True):
+        return jax.tree.map(lambda m: factor[0] * m, moves), opt_state, jnp.where(ok, factor[0], 0.0)

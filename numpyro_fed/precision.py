@@ -1,0 +1,109 @@
+"""Precision and the compiler: what is traced in float64, and how hard XLA tries.
+
+Natural parameters are float64 in any program, the user's model is in the user's own precision. What crosses between
+the two is converted here.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.algorithm import FederatedAlgorithm
+
+Array = Any
+# for programs that run a few times only: compiling them takes a third of the time
+UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+ONCE = {"xla_backend_optimization_level": 1}  # programs that run a few times: half the time to compile, as fast to run
+# XLA's fusion emitters take half of the time to compile, and gain little in programs of this size.
+QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+
+
+def double(function: Callable) -> Callable:
+    """The function, traced in float64, its floating arguments converted."""
+
+    def convert(leaf: Any) -> Any:
+        floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.asarray(leaf, jnp.float64) if floating or isinstance(leaf, float) else leaf
+
+    @wraps(function)
+    def wrapped(*args: Any) -> Any:
+        with jax.enable_x64(True):
+            return function(*jax.tree.map(convert, args))
+
+    return wrapped
+
+
+def single(tree: Any) -> Any:
+    """Float64 leaves in the precision of the user's program."""
+    dtype = jnp.zeros(()).dtype
+    with jax.enable_x64(True):
+        return jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.dtype == jnp.float64 else leaf, tree)
+
+
+def either(condition: Array, a: Any, b: Any) -> Any:
+    """One of two pytrees, whatever the precision of their leaves."""
+    with jax.enable_x64(True):
+        return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+
+def stacked(trees: list[Any]) -> Any:
+    with jax.enable_x64(True):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def strong(tree: Any) -> Any:
+    """Arrays whose type does not give way to others': a weakly typed start would compile the same program twice."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf, tree)
+
+
+@lru_cache(maxsize=64)
+def apart(algorithm: FederatedAlgorithm, x64: bool) -> FederatedAlgorithm:
+    """The algorithm, traced in the user's precision wherever an engine's own code is traced in float64.
+
+    Natural parameters are float64 in any program (:mod:`numpyro_fed.normal.families`), and JAX vectorises what it has
+    traced under the precision of the moment: so an engine works in float64, and the model must not notice.
+    """
+
+    def under(function: Callable) -> Callable:
+        def run(*args: Any) -> Any:
+            with jax.enable_x64(x64):  # Python's own numbers (the start of a param) become arrays in it, too
+                return jax.tree.map(lambda leaf: jnp.asarray(leaf) if np.isscalar(leaf) else leaf, function(*args))
+
+        return run
+
+    once = lambda function: jax.jit(under(function), inline=True)
+    return FederatedAlgorithm(
+        under(algorithm.init),
+        once(algorithm.init_silo),
+        once(algorithm.broadcast),
+        once(algorithm.silo_step),
+        under(algorithm.aggregate),
+        once(algorithm.server_step),
+    )
+
+
+def in_float64(run: Callable) -> Callable:
+    """An engine's method, traced in float64, its algorithm kept in the user's precision."""
+
+    @wraps(run)
+    def wrapped(self: Any, algorithm: FederatedAlgorithm, *args: Any, **options: Any) -> Any:
+        algorithm = apart(algorithm, jax.config.read("jax_enable_x64"))
+        with jax.enable_x64(True):
+            return run(self, algorithm, *args, **options)
+
+    return wrapped
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Natural parameters are float64 in any program."""
+    with jax.enable_x64(True):
+        return jnp.zeros(shape, dtype)
+
+
+def compiled_once(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a program that is used a single time."""
+    return jax.jit(function).lower(*args).compile(compiler_options=UNOPTIMISED)(*args)

@@ -1,0 +1,63 @@
+"""Importance sampling: points of a Student t, and Pareto smoothed weights."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.special import gammaln, logsumexp, ndtri
+from scipy.stats import chi2, qmc
+
+from numpyro_fed.keys import digest
+
+DEGREES, INFLATION = 6, 1.1  # of the Student t
+SCRAMBLE = digest("\0scramble")
+
+
+def proposal(key: Any, mean: np.ndarray, covariance: np.ndarray, num_points: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scrambled Sobol points of the Student t, (S, d), in the user's precision, and their log densities.
+
+    S is the next power of two. A t is a normal over the root of an independent chi-square: one more coordinate.
+    """
+    d = len(mean)
+    words = np.asarray(jax.random.key_data(jax.random.fold_in(key, SCRAMBLE))).ravel().tolist()
+    sobol = qmc.Sobol(d + 1, scramble=True, rng=np.random.default_rng(words))
+    unit = np.clip(sobol.random_base2(int(np.ceil(np.log2(num_points)))), 1e-12, 1 - 1e-12)
+    white = ndtri(unit[:, :d]) * np.sqrt(DEGREES / chi2.ppf(unit[:, d:], DEGREES))
+    scale = np.sqrt(np.diagonal(covariance))
+    root = np.sqrt(INFLATION) * scale[:, None] * np.linalg.cholesky(covariance / scale / scale[:, None])
+    points = (mean + white @ root.T).astype(jnp.zeros(()).dtype)
+    white = np.linalg.solve(root, (points - mean).T)  # of the rounded points, which are those that are evaluated
+    log_density = (
+        gammaln((DEGREES + d) / 2)
+        - gammaln(DEGREES / 2)
+        - 0.5 * d * np.log(DEGREES * np.pi)
+        - np.sum(np.log(np.diagonal(root)))
+        - 0.5 * (DEGREES + d) * np.log1p(np.sum(white**2, axis=0) / DEGREES)
+    )
+    return points, log_density
+
+
+def pareto_smoothed(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
+    """Normalised log weights, their largest smoothed, and the Pareto k-hat (Vehtari et al. 2024).
+
+    Weights that are all equal are exact: -inf.
+
+    >>> pareto_smoothed(np.zeros(64))[1]
+    -inf
+    """
+    import arviz
+
+    finite = np.isfinite(log_weights)
+    given = log_weights[finite] - np.max(log_weights[finite])
+    if np.ptp(given) < 1e-6:
+        smoothed, khat = np.zeros_like(given), -np.inf
+    elif arviz.__version__.startswith("0."):
+        smoothed, khat = arviz.psislw(given)
+    else:
+        from arviz_stats.base import array_stats
+
+        smoothed, khat = array_stats.psislw(-given)  # it takes log likelihoods, whose weights are their inverse
+    out = np.full_like(log_weights, -np.inf)
+    out[finite] = smoothed - logsumexp(smoothed)
+    return out, float(khat)

@@ -1,0 +1,304 @@
+r"""What the factors of EP and PVI give for free: who moved the posterior, who disagrees, who leaves and who joins.
+
+The server holds :math:`q = t_0 \prod_j t_j`, a site for each silo. Without silo j it is the cavity :math:`q / t_j`, a
+subtraction of natural parameters: no silo is asked, nothing is sent. The others' sites were found in its company, so
+the quotient is exact where factors are normal and a first-order answer elsewhere; more rounds give the answer itself.
+"""
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+from scipy.stats import chi2
+
+from numpyro_fed import schedules
+from numpyro_fed.checks import check_key
+from numpyro_fed.data.inputs import leaves
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.stack import Stack
+from numpyro_fed.engines.vmap import Vmap
+from numpyro_fed.local.conditional import Frame
+from numpyro_fed.model.layout import real_rows
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.normal.families import Natural, Normal, as_family, quotient
+from numpyro_fed.results.influence_tables import Conflict, Influence
+
+if TYPE_CHECKING:
+    from numpyro_fed.results.fit import Fit
+    from numpyro_fed.results.state import State
+
+NOTHING = 1e-6  # a direction in which a site adds less than this share to the others' precision says nothing
+
+
+def without(fit: "Fit", names: str | Sequence[str], num_rounds: int, rng_key: Any) -> "Fit":
+    """See :meth:`numpyro_fed.results.fit.Fit.without`."""
+    _check_sites(fit, "without")
+    began = time.perf_counter()
+    gone = (names,) if isinstance(names, str) else tuple(names)
+    for name in gone:
+        if name not in fit.state.names:
+            raise ValueError(f"no silo is named {name!r}; the silos are {', '.join(map(repr, fit.state.names))}")
+    rest = tuple(name for name in fit.state.names if name not in gone)
+    if not rest or not gone:
+        raise ValueError(
+            f"without({', '.join(map(repr, gone))}) would leave {'nobody' if gone else 'everybody'}: name at least one "
+            "silo, and leave at least one"
+        )
+    _check_rounds(num_rounds)
+    kept = [fit.state.names.index(name) for name in rest]
+    server = fit.method.reordered(fit.state.server, kept)
+    proper = bool(as_family(fit.method.family).proper(fit.method.q(server)))
+    if num_rounds == 0:
+        if not proper:
+            raise ValueError(
+                f"without {', '.join(map(repr, gone))} the posterior is improper: the others' sites, as they are, do "
+                "not determine it. Let them find it anew: without(..., num_rounds=8)"
+            )
+        return _cut(fit, rest, server, time.perf_counter() - began)
+    fit.need_silos("further rounds")
+    assert fit.silos is not None
+    key = jax.random.key(0) if rng_key is None else check_key(rng_key)
+    silos = fit.silos.only(*rest)
+    if not proper:  # sites that are no posterior together are no start: they begin anew
+        found = fit.method.run(key, silos, num_rounds, progress_bar=False)
+    else:
+        state = _moved(fit, silos, key)
+        state = state._replace(server=server)
+        found = fit.method.run(key, silos, num_rounds, init_state=state, progress_bar=False)
+    return replace(found, seconds=time.perf_counter() - began)
+
+
+def add(fit: "Fit", rng_key: Any, silos: Silos, num_rounds: int) -> "Fit":
+    """See :meth:`numpyro_fed.results.fit.Fit.add`."""
+    _check_sites(fit, "add")
+    began, key = time.perf_counter(), check_key(rng_key)
+    if not isinstance(silos, Silos):
+        raise TypeError(
+            f"silos must be an nf.Silos, got a {type(silos).__name__}: wrap it as nf.Silos({{name: arguments}})"
+        )
+    _check_rounds(num_rounds)
+    fit.need_silos("rounds with new silos")
+    assert fit.silos is not None
+    everyone = _joined(fit.silos, silos)
+    state = _moved(fit, everyone, key)
+    old = fit.state.server
+    num = len(fit.state.names)
+    places = np.array([everyone.names.index(name) for name in fit.state.names])
+    grown = lambda new, was: new.at[places].set(was)
+    with jax.enable_x64(True):
+        fresh = state.server
+        server = old._replace(
+            sites=old.sites._replace(each=jax.tree.map(grown, fresh.sites.each, old.sites.each)),
+            visits=grown(fresh.visits, old.visits),
+            moving=grown(fresh.moving, old.moving),
+            values=fresh.values.at[places].set(old.values[:num]).at[-1].set(old.values[-1]),
+        )
+    run = lambda count, schedule, state: fit.method.run(
+        key, everyone, count, schedule=schedule, init_state=state, progress_bar=False
+    )
+    found = run(1, schedules.fixed([silos.names]), state._replace(server=server))
+    if num_rounds:
+        on = run(num_rounds, None, found.state)
+        history = {name: np.concatenate([rows, on.history[name]]) for name, rows in found.history.items()}
+        found = replace(on, history=history)
+    return replace(found, seconds=time.perf_counter() - began)
+
+
+def _check_sites(fit: "Fit", what: str) -> None:
+    """Raises unless the server holds a site for each silo."""
+    if fit.correction is not None:
+        raise TypeError(f"a corrected posterior has no sites: use fit.uncorrected.{what}(...)")
+    if not hasattr(fit.state.server, "sites") or fit.method.tied:
+        has = "one site for all silos" if hasattr(fit.state.server, "sites") else "no sites"
+        raise TypeError(
+            f"fit.{what} reads a factor for each silo off the fit, and nf.{fit.state.method} has {has}: fit with "
+            "nf.EP(model) or nf.PVI(model), which have a site for each"
+        )
+
+
+def _check_rounds(num_rounds: Any) -> None:
+    if isinstance(num_rounds, bool) or not isinstance(num_rounds, int | np.integer) or num_rounds < 0:
+        raise ValueError(f"num_rounds must be an int of at least 0, got {num_rounds!r}")
+
+
+def _joined(old: Silos, new: Silos) -> Silos:
+    """All silos; the new ones come last."""
+    both = sorted(set(old) & set(new))
+    if both:
+        raise ValueError(
+            f"silo {both[0]!r} is in the fit already: give new silos names of their own, or take it out first: "
+            f"fit.without({both[0]!r})"
+        )
+    if [p for p, _ in leaves(old.shared)] != [p for p, _ in leaves(new.shared)] or not all(
+        np.array_equal(a, b) for (_, a), (_, b) in zip(leaves(old.shared), leaves(new.shared), strict=True)
+    ):
+        raise ValueError(
+            f"the new silos have other shared arguments ({', '.join(new.shared) or 'none'}) than the fit "
+            f"({', '.join(old.shared) or 'none'}), or other values: pass nf.Silos(..., shared=fit.silos.shared)"
+        )
+    with warnings.catch_warnings():  # said when they were made
+        warnings.simplefilter("ignore", UserWarning)
+        everyone = Silos({name: part.own(name) for part in (old, new) for name in part}, shared=old.shared)
+    everyone.own_counts = old.own_counts | new.own_counts
+    return everyone
+
+
+def _cut(fit: "Fit", rest: tuple[str, ...], server: Any, seconds: float) -> "Fit":
+    """The fit of the remaining silos, their buckets and padding as they were."""
+    buckets, states, padded = [], [], []
+    for names, state, lengths in zip(fit.state.buckets, fit.state.silos, fit.padded, strict=True):
+        index = np.array([i for i, name in enumerate(names) if name in rest], int)
+        if index.size:
+            buckets.append(tuple(names[i] for i in index))
+            with jax.enable_x64(True):
+                states.append(jax.tree.map(lambda leaf, index=index: leaf[index], state))
+            padded.append(lengths)
+    state = fit.state._replace(names=rest, buckets=tuple(buckets), server=server, silos=tuple(states))
+    some = lambda silos: None if silos is None else silos.only(*rest)
+    return replace(
+        fit,
+        state=state,
+        history={},
+        seconds=seconds,
+        padded=tuple(padded),
+        silos=some(fit.silos),
+        shapes=some(fit.shapes),
+    )
+
+
+def _moved(fit: "Fit", silos: Silos, key: Any) -> "State":
+    """A start of the method on other silos, in which those that the fit knows have their old states."""
+    prepared, stack = fit.method.ready(silos)
+    if prepared.split.global_shapes != fit.split.global_shapes or prepared.split.groups != fit.split.groups:
+        raise ValueError(
+            "with these silos the model's sites are divided otherwise than in the fit. Compare fit.split.partition "
+            "with nf.partition(model, silos), and pass local= or shared= to the method of both"
+        )
+    server, states = Vmap().start(prepared.algorithm, key, stack)
+    states = tuple(_states(fit, prepared.split, stack, b, fresh) for b, fresh in enumerate(states))
+    buckets = tuple(bucket.names for bucket in stack.buckets)
+    return fit.state._replace(names=stack.names, buckets=buckets, server=server, silos=states)
+
+
+def _states(fit: "Fit", split: SplitModel, stack: Stack, b: int, fresh: Any) -> Any:
+    """Old states in a new bucket, whose padding may be another; silos that are new keep the fresh ones."""
+    lengths = {axis: rows.shape[-1] for axis, rows in stack.buckets[b].mask.items()}
+    out = []
+    for i, name in enumerate(stack.buckets[b].names):
+        state = jax.tree.map(lambda leaf, i=i: leaf[i], fresh)
+        if name in fit.state.names:
+            old, was = fit.state.silo(name)
+            own = {axis.name: axis.lengths[name] for axis in split.partition.axes}
+            rows = {g.name: (real_rows(g, own, fit.padded[was]), real_rows(g, own, lengths)) for g in split.groups}
+            frames = (_repadded(new, frame, rows) for new, frame in ((state.frame, old.frame), (state.kept, old.kept)))
+            state = state._replace(frame=next(frames), kept=next(frames), own=old.own)
+        out.append(state)
+    with jax.enable_x64(True):
+        return jax.tree.map(lambda *rows: jnp.stack(rows), *out)
+
+
+def _repadded(new: Any, old: Any, rows: dict[str, tuple[np.ndarray, np.ndarray]]) -> Any:
+    """A frame's real rows in a frame with other padding."""
+    if not rows:
+        return new
+    put = lambda name: {g: getattr(new, name)[g].at[rows[g][1]].set(getattr(old, name)[g][rows[g][0]]) for g in rows}
+    return Frame(old.centre, put("loc"), put("coupling"), put("root"), put("curvature"))
+
+
+# --- who moved the posterior, and who disagrees ---------------------------------------------------------------------
+
+
+class _Moments(NamedTuple):
+    mean: np.ndarray  # (d,)
+    covariance: np.ndarray  # (d, d)
+
+
+def _moments(family: Normal, factor: Natural) -> _Moments | None:
+    """Of a proper factor, float64; None of an improper one."""
+    if not bool(family.proper(factor)):
+        return None
+    covariance = np.asarray(family.covariance(factor), np.float64)
+    return _Moments(np.asarray(family.mean(factor)), covariance if covariance.ndim == 2 else np.diag(covariance))
+
+
+def _cavities(fit: "Fit") -> tuple[_Moments, list[tuple[str, Natural, _Moments | None]]]:
+    """The posterior, and of each silo its site and the posterior without it."""
+    family, q = as_family(fit.method.family), fit.method.q(fit.state.server)
+    found = _moments(family, q)
+    if found is None:
+        raise ValueError("the posterior itself is improper, so nothing can be read off it: run more rounds")
+    each = []
+    for j, name in enumerate(fit.state.names):
+        with jax.enable_x64(True):
+            site = jax.tree.map(lambda leaf, j=j: leaf[j], fit.state.server.sites.each)
+        each.append((name, site, _moments(family, quotient(q, site))))
+    return found, each
+
+
+def influence(fit: "Fit") -> Influence:
+    """See :meth:`numpyro_fed.results.fit.Fit.influence`."""
+    _check_sites(fit, "influence")
+    (mean, covariance), each = _cavities(fit)
+    sd = np.sqrt(np.diagonal(covariance))
+    nan = np.full(len(sd), np.nan)
+    rows = []
+    for name, _, cavity in each:
+        shift = nan if cavity is None else (mean - cavity.mean) / sd
+        ratio = nan if cavity is None else sd / np.sqrt(np.diagonal(cavity.covariance))
+        rows += [
+            {"silo": name, "parameter": parameter, "shift": s, "sd_ratio": r}
+            for parameter, s, r in zip(fit.split.coordinate_names(), shift, ratio, strict=True)
+        ]
+    return Influence(pd.DataFrame(rows))
+
+
+def conflict(fit: "Fit") -> Conflict:
+    """See :meth:`numpyro_fed.results.fit.Fit.conflict`."""
+    _check_sites(fit, "conflict")
+    q, each = _cavities(fit)
+    family, names = as_family(fit.method.family), fit.split.coordinate_names()
+    rows, by_parameter = [], []
+    for name, site, cavity in each:
+        if cavity is None:
+            statistic, df, z = np.nan, 0, np.full(len(names), np.nan)
+        else:
+            dense = family.dense(site)
+            statistic, df = disagreement(*cavity, np.asarray(dense.precision), np.asarray(dense.shift))
+            gained = np.diagonal(cavity.covariance) - np.diagonal(q.covariance)
+            known = gained > NOTHING * np.diagonal(cavity.covariance)
+            z = np.where(known, (q.mean - cavity.mean) / np.sqrt(np.where(known, gained, 1.0)), np.nan)
+        p_value = float(chi2.sf(statistic, df)) if df else np.nan
+        rows.append({"silo": name, "statistic": statistic, "df": df, "p_value": p_value})
+        by_parameter += [{"silo": name, "parameter": p, "z": value} for p, value in zip(names, z, strict=True)]
+    return Conflict(pd.DataFrame(rows), pd.DataFrame(by_parameter))
+
+
+def disagreement(
+    mean: np.ndarray, covariance: np.ndarray, precision: np.ndarray, shift: np.ndarray
+) -> tuple[float, int]:
+    r"""Distance of a normal c from a factor t, and its degrees of freedom.
+
+    With :math:`C_c = L L^\top` and :math:`x = L^{-1}(z - m_c)`, c is standard normal and t has the precision
+    :math:`A = L^\top P_t L` and the shift :math:`r = L^\top (h_t - P_t m_c)`. In an eigen-direction of A with value
+    :math:`\lambda`, t stands for an observation :math:`r / \lambda` of x with variance :math:`1 / \lambda`, which c
+    expects to be normal with mean 0 and variance :math:`1 + 1 / \lambda`. So the sum over directions of
+
+    .. math:: \frac{(r / \lambda)^2}{1 + 1 / \lambda} = \frac{r^2}{\lambda^2 + \lambda}
+
+    is chi-square where both agree. Where t is proper it is
+    :math:`(m_c - m_t)^\top (C_c + C_t)^{-1} (m_c - m_t)`. Directions of which t says nothing (or, as a site may, less
+    than nothing) are left out.
+    """
+    root = np.linalg.cholesky(covariance)
+    values, vectors = np.linalg.eigh(root.T @ precision @ root)
+    r = vectors.T @ (root.T @ (shift - precision @ mean))
+    known = values > NOTHING * max(1.0, values[-1])
+    if not known.any():
+        return np.nan, 0
+    return float(np.sum(r[known] ** 2 / (values[known] ** 2 + values[known]))), int(known.sum())

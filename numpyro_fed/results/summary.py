@@ -1,0 +1,98 @@
+"""What a fit says of itself: a table of its scalars, and a few lines for a prompt or a notebook."""
+
+from collections.abc import Mapping
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import pandas as pd
+from numpyro.diagnostics import hpdi
+
+from numpyro_fed.model.partition_table import Partition
+
+if TYPE_CHECKING:
+    from numpyro_fed.results.fit import Fit
+
+SHOWN = 20  # rows of a notebook's table
+
+
+def table(draws: dict[str, Any], params: dict[str, Any], part: Partition, hdi_prob: float) -> pd.DataFrame:
+    """Mean, sd, median and a highest-density interval of every scalar; params have a value alone."""
+    if not 0 < hdi_prob < 1:
+        raise ValueError(f"hdi_prob must lie between 0 and 1, got {hdi_prob}")
+    low, high = f"hdi_{50 * (1 - hdi_prob):g}%", f"hdi_{100 - 50 * (1 - hdi_prob):g}%"
+    rows: dict[str, dict[str, Any]] = {}
+    for name, value in draws.items():
+        for label, column in scalars({name: value}).items():
+            interval = hpdi(column, hdi_prob)
+            rows[label] = {
+                "role": part[name].role,
+                "mean": column.mean(dtype=np.float64),
+                "sd": column.std(ddof=1, dtype=np.float64) if len(column) > 1 else np.nan,
+                "median": np.median(column),
+                low: interval[0],
+                high: interval[1],
+            }
+    for name, tree in params.items():
+        for path, value in jax.tree_util.tree_leaves_with_path(tree):  # a network's is a tree
+            full = ".".join([name, *(str(getattr(key, "key", key)) for key in path)])
+            for label, column in scalars({full: np.asarray(value)[None]}).items():
+                rows[label] = {"role": "param", "mean": float(column[0])}
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["role", "mean", "sd", "median", low, high])
+
+
+def scalars(draws: Mapping[str, Any], batch: int = 1) -> dict[str, np.ndarray]:
+    """The scalars of ``{site: draws}``, named ``beta[0]``, ``L[0, 1]``; the first ``batch`` axes are draws.
+
+    >>> list(scalars({"mu": np.zeros(5), "L": np.zeros((5, 1, 2))}))
+    ['mu', 'L[0, 0]', 'L[0, 1]']
+    """
+    out = {}
+    for name, value in draws.items():
+        value = np.asarray(value)
+        for index in np.ndindex(*value.shape[batch:]):
+            label = f"{name}[{', '.join(map(str, index))}]" if index else name
+            out[label] = value[(slice(None),) * batch + index]
+    return out
+
+
+def text(fit: "Fit") -> str:
+    return f"Fit by {fit.state.method}: " + "; ".join(f"{name} {value}" for name, value in _facts(fit).items())
+
+
+def html(fit: "Fit") -> str:
+    found = fit.summary()
+    facts = "; ".join(f"{escape(name)} {escape(value)}" for name, value in _facts(fit).items())
+    more = f"<p>... and {len(found) - SHOWN} more: fit.summary()</p>" if len(found) > SHOWN else ""
+    shown = found.head(SHOWN).to_html(float_format="%.4g", na_rep="")
+    return f"<p><b>Fit by {escape(fit.state.method)}</b>: {facts}</p>{shown}{more}"
+
+
+def _facts(fit: "Fit") -> dict[str, str]:
+    sent = sum(int(np.sum(fit.history[k])) for k in ("bytes_up", "bytes_down") if k in fit.history)
+    facts = {
+        "silos": str(len(fit.state.names)),
+        "rounds": str(fit.num_rounds),
+        "sent": _bytes(sent),
+        "seconds": f"{fit.seconds:.1f}",
+    }
+    if "loss" in fit.history:
+        rounds = 1 if "moving" in fit.history else 100  # EP's and PVI's are not noisy
+        facts["loss"] = f"{np.mean(fit.history['loss'][-rounds:]):.4g}"
+    moving = fit.history.get("moving", np.zeros(0))
+    if len(moving) and np.nanmax(moving[-1:], initial=0.0) >= getattr(fit.method, "tolerance", 0.0) > 0:
+        facts["still moving"] = f"by {moving[-1]:.2g} sds a sweep"
+    if fit.correction is not None:
+        facts["correction"] = repr(fit.correction)
+    facts["global sites"] = ", ".join(fit.split.partition.global_sites) or "none"
+    facts["local sites"] = ", ".join(fit.split.partition.local_sites) or "none"
+    return facts
+
+
+def _bytes(size: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

@@ -1,0 +1,172 @@
+r"""Where to start: a few rounds of Newton's method, counted like any other round.
+
+A prior N(0, 100) says little about an answer of 242, so a start needs data. The objective is the evidence bound with a
+point at :math:`x = (z_G, \theta)` and, in each silo, a normal over the locals fitted by Newton's method at that point
+(mode :math:`m`, scale :math:`S`, slope :math:`C = dm/dz_G`):
+
+.. math::
+
+    F_j(x) = \frac1K \sum_k \log p(y_j, m + C (z_G - \hat z_G) + S \epsilon_k \mid x) + \log |S|
+
+Integrating over the locals' spread keeps variance parameters from collapsing to zero, where the joint density of a
+hierarchical model has its (useless) mode. A silo sends the value, gradient and Hessian of :math:`F_j`: O(d^2) numbers
+for at most ``MAX_ROUNDS`` rounds. The server takes damped Newton steps (Levenberg and Marquardt, with the absolute
+values of the curvatures), and the curvature at the end is the first guess of the posterior's covariance.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.keys import digest
+from numpyro_fed.local.conditional import fit_frame
+from numpyro_fed.model.provenance import provenance
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.normal.newton import newton_step
+
+Array = Any
+MAX_ROUNDS = 30
+MAX_DIM = 200  # above this a dense Hessian costs more than it gives
+DRAWS = 8  # of the locals, antithetic
+LOCAL_STEPS = 4
+JITTER = 0.1  # of the first point: components of a mixture that begin alike would stay alike
+SLACK = 5.0  # units of log density
+ENTROPY = 0.5 * (1 + float(np.log(2 * np.pi)))  # of a standard normal
+CONVERGED = 0.05  # expected gain of the next step, in log density: a third of a posterior sd
+
+
+class ServerState(NamedTuple):
+    x: Array  # (d + p,) the best point so far
+    trial: Array  # (d + p,) the point that is sent next
+    value: Array
+    precision: Array  # (d + p, d + p) minus the Hessian at x
+    gradient: Array
+    damping: Array
+    gain: Array  # expected from the next step
+
+
+class SiloState(NamedTuple):
+    """The locals' normal approximation at the last point received."""
+
+    loc: dict[str, Array]  # {group: (rows, k)}
+    scale: dict[str, Array]  # {group: (rows, k)}
+    coupling: dict[str, Array]  # {group: (rows, k, d)}
+
+
+class Message(NamedTuple):
+    value: Array
+    gradient: Array  # (d + p,)
+    hessian: Array  # (d + p, d + p)
+
+
+def newton_start(split: SplitModel) -> FederatedAlgorithm:
+    """Mode finding as a federated algorithm. Its final states start the variational methods."""
+    theta_flat, unravel_theta = ravel_pytree(split.theta)
+    d, size = split.dim, split.dim + theta_flat.shape[0]
+    free = np.concatenate([np.ones(d, bool), *(np.full(n, not held) for n, held in _held(split))])
+
+    def parts(x: Array) -> tuple[Array, dict]:
+        return x[:d], unravel_theta(x[d:])
+
+    def init(key: Array) -> ServerState:
+        x = jnp.concatenate([JITTER * jax.random.normal(key, (d,)), theta_flat])
+        zero, eye = jnp.zeros(size), jnp.eye(size)
+        return ServerState(x, x, jnp.array(-jnp.inf), eye, zero, jnp.array(1e-3), jnp.array(jnp.inf))
+
+    def broadcast(key: Array, server: ServerState) -> Broadcast:
+        return Broadcast(server.trial)
+
+    def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
+        zeros = split.zeros_local(data.mask)
+        return SiloState(
+            split.near_zero_local(data.mask),
+            jax.tree.map(jnp.ones_like, zeros),
+            {group: jnp.zeros((*value.shape, d)) for group, value in zeros.items()},
+        )
+
+    def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
+        x, before = broadcast.common, silo
+        silo = fit_locals(split, x[:d], parts(x)[1], silo, data)
+        draws = {  # the same in every round: the objective is then a fixed function
+            g.name: jax.random.normal(jax.random.key(digest(g.name)), (g.num_rows(data.mask), DRAWS // 2, g.size))
+            for g in split.groups
+        }
+        eps = {g: jnp.moveaxis(jnp.concatenate([e, -e], axis=1), 1, 0) for g, e in draws.items()}
+
+        def bound(x_new: Array) -> Array:
+            z, theta = parts(x_new)
+
+            def one(eps: dict) -> Array:
+                moved = {g: silo.loc[g] + silo.coupling[g] @ (z - x[:d]) + silo.scale[g] * eps[g] for g in silo.loc}
+                return split.log_silo(z, moved, theta, data)
+
+            return jnp.mean(jax.vmap(one)(eps)) if split.groups else split.log_silo(z, {}, theta, data)
+
+        active = split.evaluate(x[:d], silo.loc, parts(x)[1], data).active
+        entropy = sum(
+            (jnp.sum(jnp.where(active[g], jnp.log(silo.scale[g]) + ENTROPY, 0.0)) for g in silo.scale), jnp.zeros(())
+        )
+        value, gradient = jax.value_and_grad(bound)(x)
+        hessian = jax.jacfwd(jax.grad(bound))(x)
+        # a step that was too long must not stay: the server will refuse it, and the next one starts from here
+        fine = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(silo)]
+        kept = jax.tree.map(lambda new, old: jnp.where(jnp.all(jnp.stack(fine)), new, old), silo, before)
+        return Message(value + entropy, gradient, hessian), kept if fine else silo
+
+    def aggregate(messages: Message, cohort: Cohort) -> Message:
+        return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), messages)
+
+    def server_step(key: Array, server: ServerState, silos: Message) -> tuple[ServerState, dict]:
+        def prior(x: Array) -> Array:
+            return split.log_prior(*parts(x))
+
+        value = silos.value + prior(server.trial)
+        gradient = silos.gradient + jax.grad(prior)(server.trial)
+        precision = -(silos.hessian + jax.jacfwd(jax.grad(prior))(server.trial))
+        gradient = jnp.where(free, gradient, 0.0)
+        precision = jnp.where(free[:, None] & free, precision, jnp.eye(size))
+        finite = jnp.isfinite(value) & jnp.all(jnp.isfinite(gradient)) & jnp.all(jnp.isfinite(precision))
+        # the locals' scale is their curvature's, not the bound's best, so value and gradient disagree by a few units
+        # of log density near the end: there the gradient decides
+        slack = 0.1 + 1e-4 * jnp.abs(server.value) + jnp.minimum(server.gain, SLACK)
+        better = finite & (value >= server.value - slack)
+        keep = lambda new, old: jnp.where(better, new, old)
+        x = keep(server.trial, server.x)
+        gradient, precision = keep(gradient, server.gradient), keep(precision, server.precision)
+        damping = jnp.clip(keep(server.damping / 5, jnp.maximum(server.damping * 10, 1e-2)), 1e-6, 1e6)
+        step = newton_step(gradient, precision, damping)
+        gain = 0.5 * gradient @ step
+        best = jnp.maximum(server.value, keep(value, server.value))
+        gain = jnp.where(better, gain, jnp.inf)  # not converged while steps are refused
+        server = ServerState(x, x + step, best, precision, gradient, damping, gain)
+        return server, {"loss": -value, "gain": gain}
+
+    return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+
+
+def _held(split: SplitModel) -> list[tuple[int, bool]]:
+    """Of each theta its size, and whether it shapes the globals' prior.
+
+    There a point has no mode: as the scale of a prior goes to zero with the globals, the density goes to infinity.
+    Such a theta stays at its start until inference integrates over the globals.
+    """
+    if not split.theta:
+        return []
+    found = provenance(lambda **theta: split.log_prior(jnp.zeros(split.dim), theta), split.theta)
+    return [
+        (int(sum(np.size(leaf) for leaf in jax.tree.leaves(v))), n in found) for n, v in sorted(split.theta.items())
+    ]
+
+
+def fit_locals(split: SplitModel, z: Array, theta: dict, silo: SiloState, data: SiloData) -> SiloState:
+    """The locals' normal approximation at z, from the one at another point."""
+    if not split.groups:
+        return silo
+    frame = fit_frame(split, z, theta, silo.loc, data, LOCAL_STEPS)
+    # conditional sds: what a guide with independent elements would learn
+    return SiloState(frame.loc, jax.tree.map(jax.lax.rsqrt, frame.curvature), frame.coupling)

@@ -1,0 +1,90 @@
+"""Variances from iterate-averaged stochastic gradient samples, in very many dimensions."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_fed.local.integrate import Factor
+from numpyro_fed.normal import affine
+from numpyro_fed.normal.curvature import LEAST, largest_curvature, row_norms
+from numpyro_fed.normal.families import Natural
+from numpyro_fed.solvers.base import Ask
+from numpyro_fed.solvers.linear import Linear, moved, place_at
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class IASG(Linear):
+    r"""Variances of iterate-averaged stochastic gradient samples.
+
+    From the mode, chains of steps with noise, :math:`x_{t+1} = x_t + h \nabla + \sqrt{2 h} \xi_t`. A sample is the
+    average of two successive iterates: where the tilted distribution is normal, averaging undoes what the finite step
+    did to the iterates' variance, exactly and for every h. (FedPA averages an epoch of minibatch steps, whose noise has
+    no known size.) The step is ``step_size`` over the largest curvature, which power iteration finds.
+
+    Variances are shrunk towards their mean, in units of the Hessian's rows at the mode, by as much as their Monte Carlo
+    error is of their spread (Opgen-Rhein and Strimmer 2007).
+
+    Args:
+        num_chains, num_samples: samples are kept from each chain; a chain takes O(d) memory.
+        num_warmup: samples before those.
+        thinning: steps from one sample to the next.
+        step_size: in units of one over the largest curvature; stable below 2.
+        shrinkage: in [0, 1]; by default from the samples.
+        num_steps, optim, batch_size: as for :class:`~numpyro_fed.solvers.linear.Identity`.
+    """
+
+    num_chains: int = 8
+    num_samples: int = 30
+    num_warmup: int = 10
+    thinning: int = 10
+    step_size: float = 1.0
+    shrinkage: float | None = None
+    name = "iasg"
+
+    def _found(
+        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+    ) -> Natural:
+        curve_key, power_key, begin_key, key = jax.random.split(key, 4)
+        place = place_at(at, cavity, factor, frame)
+        scale = jax.lax.rsqrt(jnp.maximum(row_norms(curve_key, place.density, at.mean.shape), LEAST))
+        at = moved(at, jnp.zeros_like(scale), scale)
+        place = place_at(at, cavity, factor, frame)
+        uphill = jax.grad(place.density)
+        h = self.step_size / largest_curvature(power_key, uphill, scale.shape)
+
+        def step(x: Array, key: Array) -> tuple[Array, Array]:
+            new = x + h * uphill(x) + jnp.sqrt(2 * h) * jax.random.normal(key, x.shape)
+            return new, 0.5 * (x + new)
+
+        def sample(carry: tuple, given: tuple) -> tuple[tuple, None]:
+            x, first, second = carry
+            kept, key = given
+            x, pairs = jax.lax.scan(step, x, jax.random.split(key, self.thinning))
+            return (x, first + kept * pairs[-1], second + kept * pairs[-1] ** 2), None
+
+        def chain(key: Array, x: Array) -> tuple[Array, Array]:
+            total = self.num_warmup + self.num_samples
+            kept = (jnp.arange(total) >= self.num_warmup) / self.num_samples
+            zeros = jnp.zeros_like(x)
+            (_, first, second), _ = jax.lax.scan(sample, (x, zeros, zeros), (kept, jax.random.split(key, total)))
+            return first, second
+
+        begin = jax.random.normal(begin_key, (self.num_chains, *scale.shape))
+        first, second = jax.vmap(chain)(jax.random.split(key, self.num_chains), begin)
+        mean, num = jnp.mean(first, axis=0), self.num_chains * self.num_samples
+        variance = (jnp.mean(second, axis=0) - mean**2) * num / max(num - 1, 1)
+        if self.num_chains > 1:  # chains are independent, their samples are not
+            error = jnp.var(second - 2 * mean * first, axis=0, ddof=1) / self.num_chains
+        else:
+            error = 2 * variance**2 / num
+        centre = jnp.mean(variance)
+        share = jnp.clip(jnp.sum(error) / jnp.maximum(jnp.sum((variance - centre) ** 2), 1e-30), 0.0, 1.0)
+        shrinkage = share if self.shrinkage is None else self.shrinkage
+        variance = (1 - shrinkage) * variance + shrinkage * centre
+        at = moved(at, mean, jnp.sqrt(variance))
+        with jax.enable_x64(True):
+            return ask.family.project(at.mean, at.root**2)
