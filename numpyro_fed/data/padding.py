@@ -15,7 +15,7 @@ import numpy as np
 
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.inputs import leaves
-from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.silos import Silos, at_silo
 
 
 class SiloData(NamedTuple):
@@ -92,8 +92,10 @@ def shared_arrays(silos: Silos) -> tuple[Any, ...]:
 def silo_data(
     silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None = None
 ) -> SiloData:
-    """One silo's data, padded to ``lengths`` (its own lengths when not given)."""
-    return _on_device(padded_data(silos, name, spec, axes, lengths))._replace(shared=shared_arrays(silos))
+    """One silo's data, padded to ``lengths`` (its own lengths when not given); read in its room."""
+    with at_silo(name):
+        own = padded_data(silos, name, spec, axes, lengths)
+    return _on_device(own)._replace(shared=shared_arrays(silos))
 
 
 def from_arguments(kwargs: dict[str, Any], spec: CallSpec, lengths: dict[str, int]) -> SiloData:
@@ -120,11 +122,12 @@ def without_padding(data: SiloData, spec: CallSpec, lengths: dict[str, int]) -> 
 def padded_data(
     silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None
 ) -> SiloData:
+    """One silo's arguments on the host, in the program's types. Reads them: call it in the silo's room."""
     own = {axis.name: axis.lengths[name] for axis in axes}
     lengths = own if lengths is None else lengths
     arrays = [leaf for _, leaf in leaves(silos.own(name))]
     args = tuple(
-        array if leaf.axis is None else _repeat_last(array, lengths[leaf.axis])
+        np.asarray(array if leaf.axis is None else _repeat_last(array, lengths[leaf.axis]), leaf.dtype)
         for leaf, array in zip(spec.own, arrays, strict=True)
         if leaf.dtype is not None
     )

@@ -1,6 +1,5 @@
 """A normal posterior from the silos' precisions, in few dimensions and in many."""
 
-import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,25 +19,25 @@ class Posterior(NamedTuple):
 
 def dense(
     own: Flat, w: Array, diagonal: np.ndarray, weights: np.ndarray, directions: np.ndarray, prior: bool
-) -> Posterior:
+) -> tuple[Posterior, tuple[str, ...]]:
     """In few dimensions: every direction."""
     precision = np.diag(diagonal) + directions.T @ (weights[:, None] * directions)
     if prior:
         precision += own.prior_precision(w)
     values, vectors = np.linalg.eigh(0.5 * (precision + precision.T))
+    doubt: tuple[str, ...] = ()
     if values[0] <= 1e-8 * values[-1]:
-        warnings.warn(
+        doubt = (
             "the silos' precisions and the prior's add up to a posterior that is flat, or not at a mode, in some "
             "direction: run more rounds, pass num_samples= (more), or give the parameters a prior that is narrower",
-            stacklevel=6,
         )
     values = np.maximum(values, 1e-8 * values[-1])
-    return Posterior(np.zeros(own.size), (vectors / np.sqrt(values)).T)
+    return Posterior(np.zeros(own.size), (vectors / np.sqrt(values)).T), doubt
 
 
 def low_rank(
     own: Flat, w: Array, diagonal: np.ndarray, weights: np.ndarray, directions: np.ndarray, prior: bool
-) -> Posterior:
+) -> tuple[Posterior, tuple[str, ...]]:
     r"""In many: with D diagonal, :math:`(D - W'W)^{-1} = D^{-1} + D^{-1} W' (I - W D^{-1} W')^{-1} W D^{-1}`."""
     if prior:
         diagonal = diagonal + np.maximum(own.prior_curvature(w), 0.0)
@@ -47,4 +46,4 @@ def low_rank(
     values, vectors = np.linalg.eigh(scaled @ factor.T)
     values, vectors = values[::-1][:DENSE], vectors[:, ::-1][:, :DENSE]  # those left out would add variance
     values = np.clip(values, 0.0, 1 - 1e-8)
-    return Posterior(1 / np.sqrt(diagonal), (vectors / np.sqrt(1 - values)).T @ scaled)
+    return Posterior(1 / np.sqrt(diagonal), (vectors / np.sqrt(1 - values)).T @ scaled), ()

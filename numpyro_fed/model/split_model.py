@@ -180,6 +180,11 @@ class SplitModel(NamedTuple):
         with validation_enabled(False):
             return handlers.trace(self._substituted(values, theta, discrete)).get_trace(**self.spec.kwargs(data))
 
+    def trace_near_zero(self, data: SiloData) -> dict[str, dict]:
+        """The silo's sites as the model meets them, at some point: for what does not depend on latents."""
+        values = self.unravel(jnp.zeros(self.dim)) | self.unpack(self.zeros_local(data.mask), data.mask)
+        return self._trace(values, self.theta, data)
+
     def log_prior(self, z: Array, theta: dict[str, Array]) -> Array:
         """The server's term: log p(z_G | theta), with what observations depend on no silo."""
         log_probs, _ = self._log_probs(self.unravel(z), theta, self.spec.dummy()._replace(shared=self.shared))
@@ -254,10 +259,8 @@ class SplitModel(NamedTuple):
         valid = jnp.broadcast_to(rows[:, None], (rows.shape[0], site.size))
         if own is None:
             return valid
-        # a mask has the log density's axes, or (inside to_event) some of the event's too
         rank = len(site.positions) + len(site.rest)
-        own = jnp.reshape(own, (1,) * (site.batch_rank - jnp.ndim(own)) + jnp.shape(own))
-        own = jnp.reshape(own, jnp.shape(own) + (1,) * (rank - jnp.ndim(own)))
+        own = jnp.reshape(own, (1,) * (rank - jnp.ndim(own)) + jnp.shape(own))
         own = jnp.moveaxis(own, site.positions, range(len(site.positions)))
         own = jnp.broadcast_to(own, group.row_shape(mask) + site.rest)
         return valid & own.reshape(rows.shape[0], site.size)
