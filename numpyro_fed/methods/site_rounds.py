@@ -214,9 +214,8 @@ def site_rounds(
             step = jnp.where(server.wary & back, shorter, server.step)
             counts = (server.total, server.heard)
             if tied and not survey.known:
-                heard_of = server.heard + jnp.stack([jnp.sum(messages.rows), jnp.asarray(len(index))]).astype(
-                    jnp.float64
-                )
+                spoke = jnp.stack([jnp.sum(messages.rows).astype(jnp.float64), jnp.asarray(len(index), jnp.float64)])
+                heard_of = server.heard + spoke
                 counts = (num * heard_of[0] / heard_of[1], heard_of)
         server = server._replace(
             total=counts[0],
