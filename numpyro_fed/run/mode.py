@@ -197,9 +197,8 @@ def mode_to_warm_start(split: SplitModel, server: ServerState) -> WarmStart:
     def spread(precision: Array) -> tuple[Array, Array]:
         scale = jax.lax.rsqrt(jnp.maximum(jnp.abs(jnp.diagonal(precision)), 1e-10))
         values, vectors = jnp.linalg.eigh((precision * scale[:, None] * scale)[:d, :d])
-        covariance = (
-            scale[:d, None] * ((vectors / jnp.maximum(jnp.abs(values), LEAST_CURVATURE)) @ vectors.T) * scale[:d]
-        )
+        inverse = (vectors / jnp.maximum(jnp.abs(values), LEAST_CURVATURE)) @ vectors.T
+        covariance = scale[:d, None] * inverse * scale[:d]
         return jnp.linalg.cholesky(covariance), scale
 
     chol, scale = single(spread(server.precision))

@@ -51,9 +51,8 @@ def _from_fit(fit: Fit, states: tuple, runner: Runner) -> Start:
     warm = warm_start(fit.posterior, fit.split, fit.state.server)
     local = None
     if runner.split.groups and hasattr(fit.posterior, "local_start") and states:
-        found = runner.engine.in_silos(
-            partial(_local_start, fit.posterior), warm._replace(source=None), runner.stack, states
-        )
+        sent = warm._replace(source=None)
+        found = runner.engine.in_silos(partial(_local_start, fit.posterior), sent, runner.stack, states)
         local = None if found[0] is None else found
     _check_start(warm, local, runner)
     return Left(warm=warm), None, local
