@@ -127,7 +127,7 @@ class Factorised(Method):
         return self._posterior(split, self._solver(split, survey)[1])
 
     def _posterior(self, split: SplitModel, marginal: Marginal) -> SitesPosterior:
-        return SitesPosterior(split, as_family(self.family), marginal, self.tied)
+        return SitesPosterior(split, self.family, self.tied, marginal)
 
     def _chosen(self, split: SplitModel, survey: Survey) -> Chosen:
         family = as_family(self.family)
@@ -225,7 +225,7 @@ class Factorised(Method):
             return state
         family = as_family(self.family)
         state = state._replace(own=known(state.own, family, family.unpack(given.q)))
-        if not split.groups or local is None:
+        if not split.groups or local is None or not local.loc:
             return state
         root = {g: jax.vmap(jnp.diag)(scale) for g, scale in local.scale.items()}
         curvature = jax.tree.map(lambda scale: scale**-2, local.scale)

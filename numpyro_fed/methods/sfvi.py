@@ -137,7 +137,7 @@ class SFVI(Method):
         return self._posterior(split, self._rows(split, survey)[0])
 
     def _posterior(self, split: SplitModel, weighting: Weighting) -> GuidePosterior:
-        return GuidePosterior(split, self.family.bind(split), self.family, weighting, self.moving_centre)
+        return GuidePosterior(split, self.family, weighting, self.moving_centre)
 
     def _rounds(self, split: SplitModel, weighting: Weighting) -> int:
         """By default. With one draw a row gradients are noisy, and the locals' coupling takes long to settle."""
@@ -269,7 +269,7 @@ class SFVI(Method):
             params, base = guide.recentred(*local.own, *given.contexts)
         else:
             # a guide that reads the data has no locals of its own to give
-            mode = LocalStart(state.base.loc, state.base.scale, {}) if local is None else local
+            mode = LocalStart(state.base.loc, state.base.scale, {}) if local is None or not local.loc else local
             params, base = guide.adopt_local(split, state.params, state.base, mode, given)
         return state._replace(params=params, base=base, opt_state=optims.silo.init(params))
 

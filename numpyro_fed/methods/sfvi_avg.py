@@ -124,7 +124,7 @@ class SFVIAvg(SFVI):
         return 50
 
     def _posterior(self, split: SplitModel, weighting: Weighting) -> GuidePosterior:
-        return AveragedPosterior(split, self.family.bind(split), self.family, weighting, self.moving_centre)
+        return AveragedPosterior(split, self.family, weighting, self.moving_centre)
 
     def _algorithm(
         self, split: SplitModel, survey: Survey, guide: Any, weighting: Weighting, batching: Batching | None
@@ -234,7 +234,7 @@ class SFVIAvg(SFVI):
 class AveragedPosterior(GuidePosterior):
     """A silo's own part of q stands beside its optimiser's state for the globals."""
 
-    def silo_part(self, silo: AvgSiloState) -> SiloState:
+    def own(self, silo: AvgSiloState) -> SiloState:
         return silo.local
 
 

@@ -52,7 +52,7 @@ class Runner:
         self.uncounted = Traffic(0, 0)  # what was sent before the first round
         self.round = 0
 
-    # --- phases --------------------------------------------------------------------------------------------------------
+    # --- phases -------------------------------------------------------------------------------------------------------
 
     def run(
         self, phases: tuple[Phase, ...], left: Left, states: tuple | None, local: tuple | None
@@ -197,7 +197,7 @@ class Runner:
             return left
         return found
 
-    # --- what is counted -----------------------------------------------------------------------------------------------
+    # --- what is counted ----------------------------------------------------------------------------------------------
 
     def _key(self, phase: Phase) -> Any:
         return jax.random.fold_in(self.key, digest(f"\0{phase.name}"))
