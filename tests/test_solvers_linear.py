@@ -18,7 +18,7 @@ from numpyro_fed.local.integrate import Marginal, plain_factor, silo_factor, sta
 from numpyro_fed.model.build import split_model
 from numpyro_fed.normal import prior
 from numpyro_fed.normal.families import DIAGONAL, IDENTITY, Natural
-from numpyro_fed.precision import apart
+from numpyro_fed.precision import in_user_precision
 from numpyro_fed.solvers import SOLVERS
 from numpyro_fed.solvers.base import Ask
 
@@ -298,7 +298,7 @@ def test_no_array_has_d_squared_elements(name):
     method = nf.EP(logistic, family="diagonal", solver=name)
     prepared, stack = method.ready(silos)
     server, states = nf.engines.Vmap().start(prepared.algorithm, jax.random.key(0), stack)
-    algorithm, key, data = apart(prepared.algorithm, False), jax.random.key(0), stack.data("s0")
+    algorithm, key, data = in_user_precision(prepared.algorithm, False), jax.random.key(0), stack.data("s0")
 
     def round_(server, state):
         message, _ = algorithm.silo_step(key, sent_to(algorithm.broadcast(key, server), 0), state, data)

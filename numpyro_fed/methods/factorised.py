@@ -36,7 +36,7 @@ from numpyro_fed.normal.families import Natural, as_family, power, product, quot
 from numpyro_fed.normal.prior import normal_prior
 from numpyro_fed.normal.sites import Sites
 from numpyro_fed.optim import check_optim
-from numpyro_fed.precision import either, single
+from numpyro_fed.precision import to_user_dtype, tree_where
 from numpyro_fed.run import mode as mode_finding
 from numpyro_fed.run import warm_start
 from numpyro_fed.run.diagnose import VerdictWarning
@@ -355,7 +355,7 @@ class Factorised(Method):
             change = quotient(found.natural, q)
             fine = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves((change, found.frame))]
             ok = jnp.all(jnp.stack(fine)) & found.ok & family.proper(found.natural)
-            keep = lambda new, old: either(ok, new, old)  # what failed is not where to begin next time
+            keep = lambda new, old: tree_where(ok, new, old)  # what failed is not where to begin next time
             frame, kept = keep(found.frame, silo.frame), silo.kept
             if split.groups:
                 kept = factor.moments(frame.centre, frame, factor.nodes(None)) if found.kept is None else found.kept
@@ -363,7 +363,7 @@ class Factorised(Method):
             value = jnp.where(jnp.isfinite(found.value), found.value, 0.0)
             message = Message(family.pack(change), value, found.ess, ok)
             finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(found.own)]
-            own = either(jnp.all(jnp.stack([jnp.ones((), bool), *finite])), found.own, silo.own)
+            own = tree_where(jnp.all(jnp.stack([jnp.ones((), bool), *finite])), found.own, silo.own)
             return message, SiloState(frame, kept, own, silo.components)
 
         def aggregate(messages: Message, cohort: Cohort) -> tuple[Message, Array]:
@@ -404,13 +404,13 @@ class Factorised(Method):
                 heard = accepted[:-1] > 0
             now = Sites(product(server.sites.prior, last), moved)
             new = sites.posterior(now, self.tied)
-            far = single(sites.movement(family, old, new))
-            normaliser = jnp.where(family.proper(old), single(family.log_normaliser(old)), 0.0)
-            move = single(sites.move(family, old, new))
+            far = to_user_dtype(sites.movement(family, old, new))
+            normaliser = jnp.where(family.proper(old), to_user_dtype(family.log_normaliser(old)), 0.0)
+            move = to_user_dtype(sites.move(family, old, new))
             distance = jnp.minimum(jnp.maximum(far.shift, jnp.sqrt(far.divergence)), UNHEARD)
             back = (move @ server.last < 0) & (move @ move > RESTLESS * server.last @ server.last)
             # a short step moves little: what counts is how far a whole one would have gone
-            whole = distance / jnp.clip(jnp.max(single(steps)), LEAST_STEP, 1.0)
+            whole = distance / jnp.clip(jnp.max(to_user_dtype(steps)), LEAST_STEP, 1.0)
             moving = server.moving.at[index].set(jnp.where(heard, jnp.minimum(whole, UNHEARD), UNHEARD))
             info = {
                 "loss": -jnp.clip(jnp.nan_to_num(normaliser + jnp.sum(values)), -UNHEARD, UNHEARD),
@@ -476,7 +476,7 @@ class Factorised(Method):
     def found(self, split: SplitModel, server: Server, silos: tuple) -> warm_start.Found:
         """A fit of this method as the start of another run."""
         family, q = as_family(self.family), self.q(server)
-        mean, root = single(family.moments(q))
+        mean, root = to_user_dtype(family.moments(q))
 
         def one(state: SiloState) -> mode_finding.SiloState:
             kept = state.kept
@@ -486,7 +486,7 @@ class Factorised(Method):
         local = tuple(jax.vmap(one)(state) for state in silos) if split.groups else ()
         if root.ndim < 2:
             return warm_start.Found(mean, None, jnp.broadcast_to(root, mean.shape), dict(split.theta), {}, local)
-        sd = jax.lax.rsqrt(jnp.diagonal(single(q.precision)))
+        sd = jax.lax.rsqrt(jnp.diagonal(to_user_dtype(q.precision)))
         return warm_start.Found(mean, root, sd, dict(split.theta), {}, local)
 
     # --- what a fit asks for ----------------------------------------------------------------------------------------
@@ -504,7 +504,7 @@ class Factorised(Method):
 
     def mode(self, split: SplitModel, server: Server) -> Array:
         """The posterior's mean, which is its mode."""
-        return single(as_family(self.family).mean(self.q(server)))
+        return to_user_dtype(as_family(self.family).mean(self.q(server)))
 
     def theta(self, server: Server) -> dict[str, Array]:
         return {}
@@ -529,7 +529,7 @@ class Factorised(Method):
         return silo.kept.at(z, eps)
 
     def point(self, split: SplitModel, server: Server, silo: Any, data: SiloData) -> tuple[Any, dict, dict]:
-        z = single(as_family(self.family).mean(self.q(server)))
+        z = to_user_dtype(as_family(self.family).mean(self.q(server)))
         z = jnp.where(jnp.all(jnp.isfinite(z)), z, 0.0)
         return z, (silo.frame.mean(z) if split.groups else {}), {}
 
@@ -544,7 +544,7 @@ class Factorised(Method):
         """One draw of the evidence bound of all silos together."""
         family, q = as_family(self.family), self.q(server)
         z = family.sample(key, q)
-        mean, root = single(family.moments(q))
+        mean, root = to_user_dtype(family.moments(q))
         white = jax.scipy.linalg.solve_triangular(root, z - mean, lower=True) if root.ndim == 2 else (z - mean) / root
         scale = jnp.abs(jnp.diagonal(root)) if root.ndim == 2 else root
         log_q = -0.5 * white @ white - jnp.sum(jnp.log(scale)) - 0.5 * split.dim * np.log(2 * np.pi)

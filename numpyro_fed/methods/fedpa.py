@@ -38,7 +38,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.normal import moments
 from numpyro_fed.optim import falling
-from numpyro_fed.precision import single
+from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.run import warm_start
 from numpyro_fed.run.prepare import Prepared
 from numpyro_fed.solvers.draws import SAMPLERS
@@ -264,7 +264,7 @@ class FedPA(Averaging):
         delta = moments.delta(w, draws, rho, shrunk)
         if gradients is not None:
             delta = moments.corrected(delta, draws, gradients, shrunk)
-        return single(delta), loss, single(moments.largest(draws, shrunk, gradients))
+        return to_user_dtype(delta), loss, to_user_dtype(moments.largest(draws, shrunk, gradients))
 
     # --- the posterior ----------------------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class FedPA(Averaging):
             stein = True if self.stein is None and own.size <= MANY else self.stein
             draws, gradients, _ = self._draws(notes, key, broadcast.common, data, stein)
             found = moments.precision(draws, moments.shrinkage(draws, self._rho(own, closing=True)), gradients)
-            diagonal, weights, directions = single(found)
+            diagonal, weights, directions = to_user_dtype(found)
             return Precisions(diagonal, weights, directions, own.rows(data.mask)), silo
 
         def server_step(key: Array, state: Closing, found: Precisions) -> tuple[Closing, dict]:

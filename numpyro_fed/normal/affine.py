@@ -15,7 +15,7 @@ from jax.scipy.linalg import solve_triangular
 
 from numpyro_fed.model.layout import GOLDEN, NEAR_ZERO
 from numpyro_fed.normal.families import LOG_2PI, Natural, Normal, inverse
-from numpyro_fed.precision import double, single
+from numpyro_fed.precision import in_x64, to_user_dtype
 
 Array = Any
 
@@ -40,7 +40,7 @@ def coordinates(family: Normal, q: Natural) -> Coordinates:
     mean, root = family.moments(q)
     proper = family.proper(q)
 
-    @double
+    @in_x64
     def run(mean: Array, root: Array) -> Coordinates:
         d = mean.shape[0]
         full = root if root.ndim == 2 else jnp.diag(root)
@@ -52,12 +52,12 @@ def coordinates(family: Normal, q: Natural) -> Coordinates:
 def seen_from(at: Coordinates, factor: Natural) -> Quadratic:
     """A normal factor (with a precision matrix) in coordinates x."""
 
-    @double
+    @in_x64
     def run(at: Coordinates, factor: Natural) -> Quadratic:
         slope = factor.shift - factor.precision @ at.mean
         return Quadratic(at.root.T @ factor.precision @ at.root, at.root.T @ slope)
 
-    return single(run(at, factor))
+    return to_user_dtype(run(at, factor))
 
 
 def log_evidence(ask: Any, at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
@@ -67,7 +67,7 @@ def log_evidence(ask: Any, at: Coordinates, cavity: Natural, log_mean: Array) ->
     """
     proper, normaliser = ask.family.proper(ask.q), ask.family.log_normaliser(ask.q)
 
-    @double
+    @in_x64
     def run(at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
         times = cavity.precision @ at.mean if cavity.precision.ndim == 2 else cavity.precision * at.mean
         const = cavity.shift @ at.mean - 0.5 * at.mean @ times
@@ -75,22 +75,22 @@ def log_evidence(ask: Any, at: Coordinates, cavity: Natural, log_mean: Array) ->
         volume = log_det + 0.5 * at.mean.shape[0] * LOG_2PI
         return const + volume + log_mean - jnp.where(proper, normaliser, 0.0)
 
-    return single(run(at, cavity, log_mean))
+    return to_user_dtype(run(at, cavity, log_mean))
 
 
 def placed(at: Coordinates, x: Array) -> Array:
     """z = m + R x, for points (..., d), in the user's precision: the model's derivatives are taken through it."""
-    here = single(at)
+    here = to_user_dtype(at)
     return here.mean + x @ here.root.T
 
 
-@double
+@in_x64
 def moved(at: Coordinates, mean: Array, root: Array) -> Coordinates:
     """Coordinates of a normal that has this mean and root in the old ones."""
     return Coordinates(at.mean + at.root @ mean, at.root @ root)
 
 
-@double
+@in_x64
 def natural(at: Coordinates) -> Natural:
     """The normal whose coordinates these are."""
     precision = inverse(at.root @ at.root.T)
@@ -105,7 +105,7 @@ def kept(family: Normal, at: Coordinates) -> Natural:
         return family.project(at.mean, jnp.sum(at.root**2, axis=1))
 
 
-@double
+@in_x64
 def factor_from(at: Coordinates, precision: Array, shift: Array) -> Natural:
     """The factor exp(b'x - x'Ax / 2) in z. The root must be lower triangular."""
     half = solve_triangular(at.root, precision, lower=True, trans=1)
@@ -127,7 +127,7 @@ def near_zero(d: int) -> Array:
     return jnp.asarray(NEAR_ZERO * (0.5 + (np.arange(1, d + 1) * GOLDEN) % 1.0), jnp.zeros(()).dtype)
 
 
-@double
+@in_x64
 def sds(at: Coordinates) -> Array:
     """Conditional sds: what a family without correlations would learn from its free energy."""
     return jax.lax.rsqrt(jnp.diagonal(inverse(at.root @ at.root.T)))

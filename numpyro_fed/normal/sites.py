@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_fed.normal.families import Natural, Normal, product, quotient, summed
-from numpyro_fed.precision import double
+from numpyro_fed.precision import in_x64
 
 Array = Any
 
@@ -36,7 +36,7 @@ def posterior(sites: Sites, tied: bool = False) -> Natural:
 def scaled(changes: Natural, steps: Array) -> Natural:
     """Stacked factors, each to its own power."""
 
-    @double
+    @in_x64
     def run(changes: Natural, steps: Array) -> Natural:
         return jax.tree.map(lambda leaf: steps.reshape(-1, *(1,) * (leaf.ndim - 1)) * leaf, changes)
 
@@ -62,7 +62,7 @@ def movement(family: Normal, old: Natural, new: Natural) -> Movement:
     divergence = family.kl(old, new), family.kl(new, old)
     means, sds = (family.mean(old), family.mean(new)), family.sds(new)
 
-    @double
+    @in_x64
     def run(kl: tuple, means: tuple, sds: Array) -> Movement:
         shift = jnp.max(jnp.abs(means[1] - means[0]) / sds)
         divergence = jnp.maximum(kl[0] + kl[1], 0.0)  # rounding

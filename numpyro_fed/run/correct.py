@@ -33,7 +33,7 @@ from numpyro_fed.guides.normal import GlobalNormal
 from numpyro_fed.local.integrate import Marginal, silo_factor, start_frame
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.precision import double
+from numpyro_fed.precision import in_x64
 from numpyro_fed.results.correction import Corrected, CorrectedMethod, Correction
 from numpyro_fed.results.importance import pareto_smoothed, proposal
 from numpyro_fed.results.state import CORRECTED, ById
@@ -99,7 +99,7 @@ def algorithm(split: ById, marginal: Marginal, num_points: int) -> FederatedAlgo
         places = jnp.arange(num_points), sent.points
         return jax.lax.map(one, places, batch_size=factor.batch_of(num_points)), silo
 
-    @double
+    @in_x64
     def total(messages: Array) -> Array:
         return jnp.sum(messages, axis=0)
 

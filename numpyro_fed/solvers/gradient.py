@@ -17,7 +17,7 @@ from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.families import Natural, quotient
 from numpyro_fed.optim import check_optim
-from numpyro_fed.precision import double, single
+from numpyro_fed.precision import in_x64, to_user_dtype
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import Ask, Solved, Solver
 
@@ -62,9 +62,9 @@ class Gradient(Solver):
             proper = family.proper(ask.q)
             with jax.enable_x64(True):
                 mean, root = jnp.where(proper, mean, 0.0), jnp.where(proper, root, 1.0)
-        frame = factor.refit(single(mean), frame, newton.LOCAL_STEPS)
+        frame = factor.refit(to_user_dtype(mean), frame, newton.LOCAL_STEPS)
         a, b = _whitened(cavity, mean, root)
-        here, lower = single((mean, root)), np.tril_indices(d, -1)
+        here, lower = to_user_dtype((mean, root)), np.tril_indices(d, -1)
         rows = frame.loc if factor.eps_shape else {}
         params: dict[str, Any] = {
             "loc": jnp.zeros(d),
@@ -125,18 +125,18 @@ def _guided(frame: Any, rows: dict) -> Any:
 
 
 def _whitened(cavity: Natural, mean: Array, root: Array) -> tuple[Array, Array]:
-    @double
+    @in_x64
     def run(precision: Array, shift: Array, mean: Array, root: Array) -> tuple[Array, Array]:
         if root.ndim == 2:
             return root.T @ precision @ root, root.T @ (shift - precision @ mean)
         precision = jnp.broadcast_to(precision, shift.shape)
         return root**2 * precision, root * (shift - precision * mean)
 
-    return single(run(cavity.precision, cavity.shift, mean, root))
+    return to_user_dtype(run(cavity.precision, cavity.shift, mean, root))
 
 
 def _natural(family: Any, mean: Array, root: Array, loc: Array, root_x: Array) -> Natural:
-    @double
+    @in_x64
     def run(mean: Array, root: Array, loc: Array, root_x: Array) -> tuple[Array, Array]:
         if root.ndim == 2:
             new = root @ root_x

@@ -26,7 +26,7 @@ from numpyro.infer.hmc import hmc
 from numpyro_fed.local.integrate import Factor, moved
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.families import LOG_2PI, quotient
-from numpyro_fed.precision import double, either, single
+from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import Ask, Solved, Solver
 
@@ -117,8 +117,8 @@ class HMC(Solver):
         def attempt(now: _Drawn) -> _Drawn:
             """In coordinates that do not fit, draws are poor; but they say how to change the coordinates."""
             again = now.count > 0
-            at = either(again, affine.lower(affine.moved(now.at, now.mean, _root(now.cov))), now.at)
-            frame = factor.refit(single(at.mean), now.frame, newton.LOCAL_STEPS)
+            at = tree_where(again, affine.lower(affine.moved(now.at, now.mean, _root(now.cov))), now.at)
+            frame = factor.refit(to_user_dtype(at.mean), now.frame, newton.LOCAL_STEPS)
             step = jnp.where(again & (now.accepted < POOR), 0.5, 1.0) * now.step
             draws, accepted = self.draw(draw_key, density_in(at, frame), places, step)
             draws = draws.reshape(-1, d + size)
@@ -225,7 +225,7 @@ def _floored(cov: Array) -> Array:
     return (vectors * jnp.maximum(values, FLOOR)) @ vectors.T
 
 
-@double
+@in_x64
 def _root(cov: Array) -> Array:
     return jnp.linalg.cholesky(0.5 * (cov + cov.T))
 

@@ -24,7 +24,7 @@ from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.families import quotient
 from numpyro_fed.normal.points import enough_points, normal_points, stable_step
-from numpyro_fed.precision import double, either, single
+from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import Ask, Solved, Solver
 
@@ -59,7 +59,7 @@ class Importance(Solver):
         cavity = family.dense(quotient(ask.q, ask.site))
         nodes = factor.nodes(None)
         # a family that cannot keep the tilted's correlations leaves that to the silo
-        known = None if full else either(ask.settling, affine.coordinates(family, ask.q), own)
+        known = None if full else tree_where(ask.settling, affine.coordinates(family, ask.q), own)
         begin, frame = newton.begin(ask, factor, frame, known)
         least = 1 if full and ask.near else 3  # where q is not what it should be, the proposal has to be found
 
@@ -71,7 +71,7 @@ class Importance(Solver):
         def attempt(carry: _Try) -> _Try:
             again = (carry.count > 0) & (carry.ess < enough)
             at = affine.moved(carry.at, jnp.zeros(d), jnp.where(again, INFLATION**0.5, 1.0) * jnp.eye(d))
-            frame = factor.refit(single(at.mean), carry.frame, newton.LOCAL_STEPS)
+            frame = factor.refit(to_user_dtype(at.mean), carry.frame, newton.LOCAL_STEPS)
             quadratic = affine.seen_from(at, cavity)
             places = affine.placed(at, eps)
             log_f = jax.lax.map(lambda z: factor.log_f(z, frame, nodes), places, batch_size=factor.batch_of(len(eps)))
@@ -93,7 +93,9 @@ class Importance(Solver):
         last = jax.lax.while_loop(unfinished, attempt, first)
         ok = last.ess * len(eps) >= 2 * d
         kept = affine.kept(family, last.at)
-        again = either(ok, last.at, affine.coordinates(family, ask.q))  # what failed is not where to begin next time
+        again = tree_where(
+            ok, last.at, affine.coordinates(family, ask.q)
+        )  # what failed is not where to begin next time
         return Solved(kept, last.value, last.ess, ok, last.frame, own=() if full else again)
 
     def start(self, family: Any, d: int) -> Any:
@@ -111,6 +113,6 @@ class _Try(NamedTuple):
     count: Array
 
 
-@double
+@in_x64
 def _root(cov: Array) -> Array:
     return jnp.linalg.cholesky(0.5 * (cov + cov.T))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.families import quotient
-from numpyro_fed.precision import single
+from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import Ask, Solved, Solver
 
@@ -26,6 +26,8 @@ class Laplace(Solver):
         at, frame, converged = newton.newton(
             factor, cavity, affine.coordinates(ask.family, ask.q), frame, nodes, jnp.asarray(newton.NEWTON_STEPS)
         )
-        log_mean = factor.log_f(single(at.mean), frame, nodes)  # over a normal in x the curvature integrates to one
+        log_mean = factor.log_f(
+            to_user_dtype(at.mean), frame, nodes
+        )  # over a normal in x the curvature integrates to one
         value = affine.log_evidence(ask, at, cavity, log_mean)
         return Solved(affine.kept(ask.family, at), value, jnp.ones(()), converged, frame)

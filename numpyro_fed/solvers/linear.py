@@ -37,7 +37,7 @@ from numpyro_fed.normal import affine
 from numpyro_fed.normal.curvature import LEAST, curvature
 from numpyro_fed.normal.families import Natural, Normal, quotient
 from numpyro_fed.optim import check_optim
-from numpyro_fed.precision import double, single
+from numpyro_fed.precision import in_x64, to_user_dtype
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import Ask, Solved, Solver
 
@@ -106,7 +106,7 @@ class Linear(Solver):
         found = self._found(variance_key, ask, cavity, factor, at, frame)
         mean, sds = ask.family.moments(found)
         value = affine.log_evidence(
-            ask, affine.Coordinates(mean, sds), cavity, factor.log_f(single(mean), frame, factor.nodes(None))
+            ask, affine.Coordinates(mean, sds), cavity, factor.log_f(to_user_dtype(mean), frame, factor.nodes(None))
         )
         return Solved(found, value, jnp.ones(()), ask.family.proper(found), frame)
 
@@ -145,7 +145,7 @@ class Linear(Solver):
         keys = jax.random.split(key, (legs, steps))
         (x, _, frame), _ = jax.lax.scan(leg, (x, optim.init(x), frame), keys)
         at = moved(at, x, jnp.ones_like(x))
-        return at, factor.refit(single(at.mean), frame, newton.LOCAL_STEPS)
+        return at, factor.refit(to_user_dtype(at.mean), frame, newton.LOCAL_STEPS)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Identity(Linear):
         if factor.num_obs is None:  # the server's prior holds no observations
             place = place_at(at, cavity, factor, frame)
             return _natural(ask.family, at, cavity, curvature(key, place.log_f, at.mean.shape))
-        information = jnp.broadcast_to(self.scale * factor.num_obs, at.mean.shape) * single(at.root) ** 2
+        information = jnp.broadcast_to(self.scale * factor.num_obs, at.mean.shape) * to_user_dtype(at.root) ** 2
         return _natural(ask.family, at, cavity, information)
 
 
@@ -268,27 +268,27 @@ def _coordinates(family: Normal, q: Natural) -> affine.Coordinates:
         return affine.Coordinates(jnp.where(proper, mean, 0.0), jnp.where(proper, sds, 1.0))
 
 
-@double
+@in_x64
 def moved(at: affine.Coordinates, x: Array, scale: Array) -> affine.Coordinates:
     return affine.Coordinates(at.mean + at.root * x, at.root * scale)
 
 
 def _here(at: affine.Coordinates, x: Array) -> Array:
-    here = single(at)
+    here = to_user_dtype(at)
     return here.mean + here.root * x
 
 
 def place_at(at: affine.Coordinates, cavity: Natural, factor: Factor, frame: Any) -> Place:
     nodes = factor.nodes(None)
 
-    @double
+    @in_x64
     def seen(at: affine.Coordinates, cavity: Natural) -> tuple[Array, Array]:
         return at.root**2 * cavity.precision, at.root * (cavity.shift - cavity.precision * at.mean)
 
     def log_f(x: Array) -> Array:
         return factor.log_f(_here(at, x), frame, nodes)
 
-    return Place(at, frame, log_f, *single(seen(at, cavity)))
+    return Place(at, frame, log_f, *to_user_dtype(seen(at, cavity)))
 
 
 def _natural(
@@ -296,7 +296,7 @@ def _natural(
 ) -> Natural:
     """The normal at m whose precision is the cavity's and the information, which is in units of ``at``."""
 
-    @double
+    @in_x64
     def run(at: affine.Coordinates, cavity: Natural, information: Array) -> Natural:
         precision = cavity.precision + information / at.root**2
         if family.kind == "identity":
@@ -313,7 +313,7 @@ def _squared(key: Array, factor: Factor, place: Place, x: Array) -> Array:
     """One term of the diagonal Fisher information at x, in units of ``place``."""
     if factor.redrawn is None:  # the server's prior: its own curvature
         return curvature(key, lambda away: place.log_f(x + away), x.shape, 1)
-    return (single(place.at.root) * factor.redrawn(key, _here(place.at, x), place.frame)) ** 2
+    return (to_user_dtype(place.at.root) * factor.redrawn(key, _here(place.at, x), place.frame)) ** 2
 
 
 def _information(key: Array, factor: Factor, place: Place, num_draws: int) -> Array:

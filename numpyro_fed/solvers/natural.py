@@ -17,7 +17,7 @@ from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.families import Natural, Normal, quotient
 from numpyro_fed.normal.points import normal_points
-from numpyro_fed.precision import double, either, single
+from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import Ask, Solved, Solver
 
@@ -55,11 +55,11 @@ class NaturalGradient(Solver):
         half = jax.random.split(jax.random.key(1), num // 2)
         keys = jnp.concatenate([half, half])
         at, frame = newton.begin(ask, factor, frame)
-        begin = either(ask.settling, _nearest(family, at), ask.q)
+        begin = tree_where(ask.settling, _nearest(family, at), ask.q)
 
         def improve(_: Any, now: _Now) -> _Now:
             at = affine.coordinates(family, now.q)
-            frame = factor.refit(single(at.mean), now.frame, newton.LOCAL_STEPS)
+            frame = factor.refit(to_user_dtype(at.mean), now.frame, newton.LOCAL_STEPS)
 
             def one(given: tuple) -> tuple[Array, Array]:
                 key, x = given
@@ -79,7 +79,7 @@ class NaturalGradient(Solver):
             tries = jax.vmap(at_rate)(jnp.arange(HALVINGS + 1))
             proper = jax.vmap(family.proper)(tries)
             first = jnp.argmax(proper)
-            new = either(jnp.any(proper), jax.tree.map(lambda t: t[first], tries), now.q)
+            new = tree_where(jnp.any(proper), jax.tree.map(lambda t: t[first], tries), now.q)
             mean_site = _expected(affine.seen_from(at, family.dense(found)), at, family.dense(found))
             value = jnp.mean(values) - mean_site
             return _Now(new, frame, value, now.fine & jnp.any(proper))
@@ -98,7 +98,7 @@ def _nearest(family: Normal, at: affine.Coordinates) -> Natural:
 def restricted(family: Normal, precision: Array, slope: Array, mean: Array) -> Natural:
     """What the family keeps of a curvature and a slope at a point."""
 
-    @double
+    @in_x64
     def run(precision: Array, slope: Array, mean: Array) -> Natural:
         if family.kind == "full":
             return Natural(precision, slope + precision @ mean)
@@ -110,7 +110,7 @@ def restricted(family: Normal, precision: Array, slope: Array, mean: Array) -> N
 
 
 def _site(family: Normal, at: affine.Coordinates, precision: Array, slope: Array) -> Natural:
-    @double
+    @in_x64
     def run(precision: Array) -> Array:
         return 0.5 * (precision + precision.T)
 
@@ -118,7 +118,7 @@ def _site(family: Normal, at: affine.Coordinates, precision: Array, slope: Array
     return restricted(family, found.precision, _difference(found, at.mean), at.mean)
 
 
-@double
+@in_x64
 def _difference(factor: Natural, mean: Array) -> Array:
     return factor.shift - factor.precision @ mean
 
@@ -126,8 +126,8 @@ def _difference(factor: Natural, mean: Array) -> Array:
 def _expected(quadratic: affine.Quadratic, at: affine.Coordinates, site: Natural) -> Array:
     """E[log site] under the normal of ``at``."""
 
-    @double
+    @in_x64
     def const(at: affine.Coordinates, site: Natural) -> Array:
         return site.shift @ at.mean - 0.5 * at.mean @ site.precision @ at.mean
 
-    return single(const(at, site)) - 0.5 * jnp.trace(quadratic.precision)
+    return to_user_dtype(const(at, site)) - 0.5 * jnp.trace(quadratic.precision)

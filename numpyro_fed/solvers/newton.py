@@ -9,7 +9,7 @@ from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal.affine import Coordinates, coordinates, lower, moved, near_zero, placed, seen_from
 from numpyro_fed.normal.families import Natural, quotient
 from numpyro_fed.normal.newton import newton_step
-from numpyro_fed.precision import double, either
+from numpyro_fed.precision import in_x64, tree_where
 from numpyro_fed.solvers.base import Ask
 
 Array = Any
@@ -86,7 +86,7 @@ def newton(
     # the last step was worth less than CONVERGED, but a normal likelihood's mode is exact only after it
     x = jnp.where(last.gain <= CONVERGED, last.trial, last.x)
 
-    @double
+    @in_x64
     def curved(precision: Array) -> Array:
         scale = jax.lax.rsqrt(jnp.maximum(jnp.abs(jnp.diagonal(precision)), 1e-10))
         values, vectors = jnp.linalg.eigh(precision * scale[:, None] * scale)
@@ -96,7 +96,7 @@ def newton(
     found = lower(moved(at, x, curved(last.precision)))
     searched = last.count > 0
     return (
-        either(searched, found, at),
+        tree_where(searched, found, at),
         last.frame,
         jnp.where(searched, last.gain <= 10 * CONVERGED, True),
     )
