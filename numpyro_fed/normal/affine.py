@@ -14,7 +14,7 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_fed.model.layout import GOLDEN, NEAR_ZERO
-from numpyro_fed.normal.families import LOG_2PI, Natural, Normal, inverse
+from numpyro_fed.normal.families import LOG_2PI, Family, Natural, inverse
 from numpyro_fed.precision import in_x64, to_user_dtype
 
 Array = Any
@@ -35,7 +35,7 @@ class Quadratic(NamedTuple):
         return self.shift @ x - 0.5 * x @ self.precision @ x
 
 
-def coordinates(family: Normal, q: Natural) -> Coordinates:
+def coordinates(family: Family, q: Natural) -> Coordinates:
     """Those of q; where q is improper the model's own."""
     mean, root = family.moments(q)
     proper = family.proper(q)
@@ -97,7 +97,7 @@ def natural(at: Coordinates) -> Natural:
     return Natural(precision, precision @ at.mean)
 
 
-def kept(family: Normal, at: Coordinates) -> Natural:
+def kept(family: Family, at: Coordinates) -> Natural:
     """The member of the family with this normal's moments, as far as the family keeps them."""
     if family.kind == "full":
         return natural(at)

@@ -58,7 +58,7 @@ def summed(stacked: Natural) -> Natural:
 
 
 @dataclass(frozen=True)
-class Normal:
+class Family:
     """What the families share; ``kind`` is ``"full"``, ``"diagonal"`` or ``"identity"`` (a multiple of it)."""
 
     kind: str = "full"
@@ -130,7 +130,7 @@ class Normal:
     def kl(self, a: Natural, b: Natural) -> Array:
         """KL(a || b).
 
-        >>> family = Normal("diagonal")
+        >>> family = Family("diagonal")
         >>> a, b = family.project(jnp.zeros(1), jnp.ones(1)), family.project(jnp.ones(1), jnp.ones(1))
         >>> float(family.kl(a, b))
         0.5
@@ -144,16 +144,16 @@ class Normal:
         return mean + (root @ eps if self.kind == "full" else root * eps)
 
 
-FULL, DIAGONAL, IDENTITY = Normal("full"), Normal("diagonal"), Normal("identity")
+FULL, DIAGONAL, IDENTITY = Family("full"), Family("diagonal"), Family("identity")
 
 
-def as_family(family: Any) -> Normal:
+def as_family(family: Any) -> Family:
     """A family from its name, or an error that says what to type."""
-    if isinstance(family, Normal):
+    if isinstance(family, Family):
         return family
     if family not in ("full", "diagonal", "identity"):
         raise ValueError(f"family must be 'full', 'diagonal' or 'identity', got {family!r}")
-    return Normal(family)
+    return Family(family)
 
 
 @in_x64

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_fed.normal.families import Natural, Normal, product, quotient, summed
+from numpyro_fed.normal.families import Family, Natural, product, quotient, summed
 from numpyro_fed.precision import in_x64
 
 Array = Any
@@ -56,7 +56,7 @@ class Movement(NamedTuple):
     shift: Array  # the largest of a mean, in sds
 
 
-def movement(family: Normal, old: Natural, new: Natural) -> Movement:
+def movement(family: Family, old: Natural, new: Natural) -> Movement:
     """From one proper posterior to another; infinite where one is not proper."""
     both = family.proper(old) & family.proper(new)
     divergence = family.kl(old, new), family.kl(new, old)
@@ -71,7 +71,7 @@ def movement(family: Normal, old: Natural, new: Natural) -> Movement:
     return run(divergence, means, sds)
 
 
-def move(family: Normal, old: Natural, new: Natural) -> Array:
+def move(family: Family, old: Natural, new: Natural) -> Array:
     """How means and log sds moved, in sds, (2 d,); nothing from or to a posterior that is not proper."""
     means, sds = (family.mean(old), family.mean(new)), (family.sds(old), family.sds(new))
     both = family.proper(old) & family.proper(new)

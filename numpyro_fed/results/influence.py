@@ -26,7 +26,7 @@ from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.local.conditional import Frame
 from numpyro_fed.model.layout import real_rows
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.normal.families import Natural, Normal, as_family, quotient
+from numpyro_fed.normal.families import Family, Natural, as_family, quotient
 from numpyro_fed.results.influence_tables import Conflict, Influence
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class _Moments(NamedTuple):
     covariance: np.ndarray  # (d, d)
 
 
-def _moments(family: Normal, factor: Natural) -> _Moments | None:
+def _moments(family: Family, factor: Natural) -> _Moments | None:
     """Of a proper factor, float64; None of an improper one."""
     if not bool(family.proper(factor)):
         return None

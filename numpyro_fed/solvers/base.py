@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from numpyro_fed.local.integrate import Factor
-from numpyro_fed.normal.families import Natural, Normal
+from numpyro_fed.normal.families import Family, Natural
 
 Array = Any
 
@@ -12,7 +12,7 @@ Array = Any
 class Ask(NamedTuple):
     """The posterior approximation, the silo's own site in it, and how far things have come."""
 
-    family: Normal
+    family: Family
     q: Natural
     site: Natural
     settling: Array  # bool: not every silo has been heard yet, so q says little
@@ -47,11 +47,11 @@ class Solver:
         if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 1):
             raise ValueError(f"num_nodes must be an int of at least 1, got {num!r}")
 
-    def step(self, d: int, family: Normal) -> float:
+    def step(self, d: int, family: Family) -> float:
         """The longest stable step."""
         return 1.0
 
-    def start(self, family: Normal, d: int) -> Any:
+    def start(self, family: Family, d: int) -> Any:
         """What the silo keeps between rounds, beside its locals' frame."""
         return ()
 

@@ -35,7 +35,7 @@ import optax
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.curvature import LEAST, curvature
-from numpyro_fed.normal.families import Natural, Normal, quotient
+from numpyro_fed.normal.families import Family, Natural, quotient
 from numpyro_fed.optim import check_optim
 from numpyro_fed.precision import in_x64, to_user_dtype
 from numpyro_fed.solvers import newton
@@ -91,7 +91,7 @@ class Linear(Solver):
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"batch_size must be an int of at least 1, got {size!r}")
 
-    def start(self, family: Normal, d: int) -> Any:
+    def start(self, family: Family, d: int) -> Any:
         if family.kind == "full":
             raise ValueError(
                 f"solver={self.name!r} finds variances, no correlations: pass family='diagonal' (or 'identity'), or a "
@@ -260,7 +260,7 @@ class NGVI(Linear):
 # --- coordinates ----------------------------------------------------------------------------------------------------
 
 
-def _coordinates(family: Normal, q: Natural) -> affine.Coordinates:
+def _coordinates(family: Family, q: Natural) -> affine.Coordinates:
     """Those of q, without a matrix; where q is improper the model's own."""
     mean, sds = family.moments(q)
     proper = family.proper(q)
@@ -292,7 +292,7 @@ def place_at(at: affine.Coordinates, cavity: Natural, factor: Factor, frame: Any
 
 
 def _natural(
-    family: Normal, at: affine.Coordinates, cavity: Natural, information: Array, mean_of_precisions: bool = False
+    family: Family, at: affine.Coordinates, cavity: Natural, information: Array, mean_of_precisions: bool = False
 ) -> Natural:
     """The normal at m whose precision is the cavity's and the information, which is in units of ``at``."""
 

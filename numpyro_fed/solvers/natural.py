@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
-from numpyro_fed.normal.families import Natural, Normal, quotient
+from numpyro_fed.normal.families import Family, Natural, quotient
 from numpyro_fed.normal.points import normal_points
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
@@ -89,13 +89,13 @@ class NaturalGradient(Solver):
         return Solved(last.q, last.value, jnp.ones(()), fine, last.frame)
 
 
-def _nearest(family: Normal, at: affine.Coordinates) -> Natural:
+def _nearest(family: Family, at: affine.Coordinates) -> Natural:
     """The normal's nearest member of the family by KL(member || normal): conditional variances are kept."""
     with jax.enable_x64(True):
         return restricted(family, affine.natural(at).precision, jnp.zeros_like(at.mean), at.mean)
 
 
-def restricted(family: Normal, precision: Array, slope: Array, mean: Array) -> Natural:
+def restricted(family: Family, precision: Array, slope: Array, mean: Array) -> Natural:
     """What the family keeps of a curvature and a slope at a point."""
 
     @in_x64
@@ -109,7 +109,7 @@ def restricted(family: Normal, precision: Array, slope: Array, mean: Array) -> N
     return run(precision, slope, mean)
 
 
-def _site(family: Normal, at: affine.Coordinates, precision: Array, slope: Array) -> Natural:
+def _site(family: Family, at: affine.Coordinates, precision: Array, slope: Array) -> Natural:
     @in_x64
     def run(precision: Array) -> Array:
         return 0.5 * (precision + precision.T)
