@@ -49,7 +49,7 @@ def coordinates(family: Family, q: Natural) -> Coordinates:
     return run(mean, root)
 
 
-def seen_from(at: Coordinates, factor: Natural) -> Quadratic:
+def pull_back(at: Coordinates, factor: Natural) -> Quadratic:
     """A normal factor (with a precision matrix) in coordinates x."""
 
     @in_x64
@@ -78,14 +78,14 @@ def log_evidence(ask: Any, at: Coordinates, cavity: Natural, log_mean: Array) ->
     return to_user_dtype(run(at, cavity, log_mean))
 
 
-def placed(at: Coordinates, x: Array) -> Array:
+def to_z(at: Coordinates, x: Array) -> Array:
     """z = m + R x, for points (..., d), in the user's precision: the model's derivatives are taken through it."""
     here = to_user_dtype(at)
     return here.mean + x @ here.root.T
 
 
 @in_x64
-def moved(at: Coordinates, mean: Array, root: Array) -> Coordinates:
+def compose(at: Coordinates, mean: Array, root: Array) -> Coordinates:
     """Coordinates of a normal that has this mean and root in the old ones."""
     return Coordinates(at.mean + at.root @ mean, at.root @ root)
 
@@ -97,7 +97,7 @@ def natural(at: Coordinates) -> Natural:
     return Natural(precision, precision @ at.mean)
 
 
-def kept(family: Family, at: Coordinates) -> Natural:
+def to_family(family: Family, at: Coordinates) -> Natural:
     """The member of the family with this normal's moments, as far as the family keeps them."""
     if family.kind == "full":
         return natural(at)
@@ -114,7 +114,7 @@ def factor_from(at: Coordinates, precision: Array, shift: Array) -> Natural:
     return Natural(precision, solve_triangular(at.root, shift, lower=True, trans=1) + precision @ at.mean)
 
 
-def lower(at: Coordinates) -> Coordinates:
+def with_lower_root(at: Coordinates) -> Coordinates:
     """The same normal with a lower triangular root."""
     with jax.enable_x64(True):
         upper = jnp.linalg.qr(at.root.T, mode="r")

@@ -45,7 +45,7 @@ def node_check(split: SplitModel, family: Family, marginal: Marginal, posterior:
             at_n, at_more = (one.log_f(z, silo.frame, one.nodes(None)) for one in (fewer, finer))
             return at_n - at_more
 
-        change = jax.lax.map(difference, affine.placed(at, eps), batch_size=finer.batch_of(num))
+        change = jax.lax.map(difference, affine.to_z(at, eps), batch_size=finer.batch_of(num))
         return Message(eps.T @ change / num), silo
 
     def aggregate(messages: Message, cohort: Cohort) -> Array:

@@ -102,10 +102,10 @@ class HMC(Solver):
         step_size = self.step_size or (0.7 if not size else 0.35 * min(1.0, (1000 / (d + size)) ** 0.25))
 
         def density_in(at: affine.Coordinates, frame: Any) -> Any:
-            quadratic = affine.seen_from(at, cavity)
+            quadratic = affine.pull_back(at, cavity)
 
             def density(y: Array) -> Array:
-                z = affine.placed(at, y[:d])
+                z = affine.to_z(at, y[:d])
                 silo = factor.joint(z, frame, unravel(y[d:])) if size else factor.log_f(z, frame, nodes)
                 return quadratic(y[:d]) + silo
 
@@ -117,7 +117,7 @@ class HMC(Solver):
         def attempt(now: _Drawn) -> _Drawn:
             """In coordinates that do not fit, draws are poor; but they say how to change the coordinates."""
             again = now.count > 0
-            at = tree_where(again, affine.lower(affine.moved(now.at, now.mean, _root(now.cov))), now.at)
+            at = tree_where(again, affine.with_lower_root(affine.compose(now.at, now.mean, _root(now.cov))), now.at)
             frame = factor.refit(to_user_dtype(at.mean), now.frame, newton.LOCAL_STEPS)
             step = jnp.where(again & (now.accepted < POOR), 0.5, 1.0) * now.step
             draws, accepted = self.draw(draw_key, density_in(at, frame), places, step)
@@ -155,7 +155,7 @@ class HMC(Solver):
         # E[log tilted - log normal] over the draws: the log integral, too large by KL(tilted || normal)
         log_mean = jnp.mean(values) + 0.5 * (d + size) + 0.5 * jnp.linalg.slogdet(cov)[1]
         log_mean = log_mean + (0.5 * size * LOG_2PI if size else 0.0)
-        found = affine.lower(affine.moved(at, mean, _root(cov)))
+        found = affine.with_lower_root(affine.compose(at, mean, _root(cov)))
         fine = jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(cov)) & (accepted > 0.3)
         kept = None
         if size:
@@ -164,7 +164,7 @@ class HMC(Solver):
             second = {g: jnp.einsum("sri,srj->rij", e - centre[g], e - centre[g]) / len(e) for g, e in eps.items()}
             kept = moved(frame, centre, second)
         value = affine.log_evidence(ask, at, cavity, log_mean)
-        return Solved(affine.kept(ask.family, found), value, accepted, fine, frame, kept)
+        return Solved(affine.to_family(ask.family, found), value, accepted, fine, frame, kept)
 
 
 class _Drawn(NamedTuple):

@@ -70,10 +70,10 @@ class Importance(Solver):
 
         def attempt(carry: _Try) -> _Try:
             again = (carry.count > 0) & (carry.ess < enough)
-            at = affine.moved(carry.at, jnp.zeros(d), jnp.where(again, INFLATION**0.5, 1.0) * jnp.eye(d))
+            at = affine.compose(carry.at, jnp.zeros(d), jnp.where(again, INFLATION**0.5, 1.0) * jnp.eye(d))
             frame = factor.refit(to_user_dtype(at.mean), carry.frame, newton.LOCAL_STEPS)
-            quadratic = affine.seen_from(at, cavity)
-            places = affine.placed(at, eps)
+            quadratic = affine.pull_back(at, cavity)
+            places = affine.to_z(at, eps)
             log_f = jax.lax.map(lambda z: factor.log_f(z, frame, nodes), places, batch_size=factor.batch_of(len(eps)))
             log_w = jax.vmap(lambda x: quadratic(x))(eps) + log_f + 0.5 * jnp.sum(eps**2, axis=1)
             log_w = jnp.where(jnp.isfinite(log_w), log_w, -jnp.inf)
@@ -85,14 +85,14 @@ class Importance(Solver):
             # few effective points make a covariance that is too small in most directions
             few = jnp.clip(1 - ess / (4.0 * d), 0.0, 1.0)
             cov = (1 - few) * cov + few * jnp.eye(d)
-            found = affine.lower(affine.moved(at, mean, _root(cov)))
+            found = affine.with_lower_root(affine.compose(at, mean, _root(cov)))
             value = affine.log_evidence(ask, at, cavity, logsumexp(log_w) - np.log(len(eps)))
             return _Try(found, frame, ess / len(eps), value, carry.count + 1)
 
         first = _Try(begin, frame, jnp.zeros(()), jnp.zeros(()), jnp.zeros((), int))
         last = jax.lax.while_loop(unfinished, attempt, first)
         ok = last.ess * len(eps) >= 2 * d
-        kept = affine.kept(family, last.at)
+        kept = affine.to_family(family, last.at)
         again = tree_where(
             ok, last.at, affine.coordinates(family, ask.q)
         )  # what failed is not where to begin next time

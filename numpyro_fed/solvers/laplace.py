@@ -30,4 +30,4 @@ class Laplace(Solver):
             to_user_dtype(at.mean), frame, nodes
         )  # over a normal in x the curvature integrates to one
         value = affine.log_evidence(ask, at, cavity, log_mean)
-        return Solved(affine.kept(ask.family, at), value, jnp.ones(()), converged, frame)
+        return Solved(affine.to_family(ask.family, at), value, jnp.ones(()), converged, frame)

@@ -64,7 +64,7 @@ class NaturalGradient(Solver):
             def one(given: tuple) -> tuple[Array, Array]:
                 key, x = given
                 nodes = factor.nodes(key)
-                return jax.value_and_grad(lambda x: factor.log_f(affine.placed(at, x), frame, nodes))(x)
+                return jax.value_and_grad(lambda x: factor.log_f(affine.to_z(at, x), frame, nodes))(x)
 
             values, gradients = jax.lax.map(one, (keys, eps), batch_size=factor.batch_of(num))
             found = _site(family, at, -(gradients.T @ eps) / num, jnp.mean(gradients, axis=0))
@@ -80,7 +80,7 @@ class NaturalGradient(Solver):
             proper = jax.vmap(family.proper)(tries)
             first = jnp.argmax(proper)
             new = tree_where(jnp.any(proper), jax.tree.map(lambda t: t[first], tries), now.q)
-            mean_site = _expected(affine.seen_from(at, family.dense(found)), at, family.dense(found))
+            mean_site = _expected(affine.pull_back(at, family.dense(found)), at, family.dense(found))
             value = jnp.mean(values) - mean_site
             return _Now(new, frame, value, now.fine & jnp.any(proper))
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_fed.local.integrate import Factor
-from numpyro_fed.normal.affine import Coordinates, coordinates, lower, moved, near_zero, placed, seen_from
+from numpyro_fed.normal.affine import Coordinates, compose, coordinates, near_zero, pull_back, to_z, with_lower_root
 from numpyro_fed.normal.families import Natural, quotient
 from numpyro_fed.normal.newton import newton_step
 from numpyro_fed.precision import in_x64, tree_where
@@ -40,16 +40,16 @@ def newton(
     changes. Curvatures enter by their absolute values. Also returned: whether it converged.
     """
     d = at.mean.shape[0]
-    quadratic = seen_from(at, cavity)
+    quadratic = pull_back(at, cavity)
 
     def density(x: Array, frame: Any) -> Array:
-        return quadratic(x) + factor.log_f(placed(at, x), frame, nodes)
+        return quadratic(x) + factor.log_f(to_z(at, x), frame, nodes)
 
     def unfinished(step: _Step) -> Array:
         return (step.count < limit) & (step.gain > CONVERGED)
 
     def improve(step: _Step) -> _Step:
-        frame = factor.refit(placed(at, step.trial), step.frame, LOCAL_STEPS)
+        frame = factor.refit(to_z(at, step.trial), step.frame, LOCAL_STEPS)
 
         def slope(x: Array) -> tuple[Array, tuple]:
             value, gradient = jax.value_and_grad(density)(x, frame)
@@ -93,7 +93,7 @@ def newton(
         values = jnp.maximum(jnp.abs(values), FLOOR)
         return jnp.linalg.cholesky(scale[:, None] * ((vectors / values) @ vectors.T) * scale)
 
-    found = lower(moved(at, x, curved(last.precision)))
+    found = with_lower_root(compose(at, x, curved(last.precision)))
     searched = last.count > 0
     return (
         tree_where(searched, found, at),
