@@ -42,7 +42,7 @@ from numpyro_fed.run import warm_start
 from numpyro_fed.run.diagnose import VerdictWarning
 from numpyro_fed.run.node_check import TOO_FAR, node_check
 from numpyro_fed.run.prepare import Prepared
-from numpyro_fed.solvers import Ask, Solver
+from numpyro_fed.solvers import Solver, Tilted
 
 Array = Any
 RESTLESS = 0.5  # a round that takes back more than this share of the last one's (squared) move
@@ -79,7 +79,7 @@ class Sent(NamedTuple):
     """All that a silo receives, with its own site."""
 
     q: Natural
-    settling: Array  # bool: not every silo has been heard yet
+    warming_up: Array  # bool: not every silo has been heard yet
     site: Any = ()  # the one of all silos, where sites are tied: what a silo receives of its own is its share
 
 
@@ -328,16 +328,16 @@ class Factorised(Method):
                 _known(solver.start(family, d), family, prior.factor),
             )
 
-        def settling(server: Server, q: Natural) -> Array:
+        def warming_up(server: Server, q: Natural) -> Array:
             return jnp.any(server.visits == 0) | ~family.proper(q)
 
         def broadcast(key: Array, server: Server) -> Broadcast:
             q = sites.posterior(server.sites, self.tied)
             if shares is None:
-                return Broadcast(Sent(family.pack(q), settling(server, q)), family.pack(server.sites.each))
+                return Broadcast(Sent(family.pack(q), warming_up(server, q)), family.pack(server.sites.each))
             with jax.enable_x64(True):
                 own = jnp.asarray(shares, jnp.float64)
-            return Broadcast(Sent(family.pack(q), settling(server, q), family.pack(server.sites.each)), own)
+            return Broadcast(Sent(family.pack(q), warming_up(server, q), family.pack(server.sites.each)), own)
 
         def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
             frame, found = start_frame(split, data), components_of(split, data) if marginal.rows == "indexed" else None
@@ -349,21 +349,22 @@ class Factorised(Method):
             site = family.unpack(broadcast.each if shares is None else sent.site)
             if shares is not None:
                 site = power(site, broadcast.each)
-            ask = Ask(family, q, site, sent.settling, not self.tied)
+            tilted = Tilted(family, q, site, sent.warming_up, not self.tied)
             factor = silo_factor(split, marginal, data, silo.components, batching=batching)
-            found = solver.solve(key, ask, factor, silo.frame, silo.own)
+            found = solver.solve(key, tilted, factor, silo.frame, silo.own)
             change = quotient(found.natural, q)
             fine = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves((change, found.frame))]
             ok = jnp.all(jnp.stack(fine)) & found.ok & family.proper(found.natural)
             keep = lambda new, old: tree_where(ok, new, old)  # what failed is not where to begin next time
             frame, kept = keep(found.frame, silo.frame), silo.kept
             if split.groups:
-                kept = factor.moments(frame.centre, frame, factor.nodes(None)) if found.kept is None else found.kept
+                kept = found.local_posterior
+                kept = factor.moments(frame.centre, frame, factor.nodes(None)) if kept is None else kept
                 kept = keep(kept, silo.kept)
             value = jnp.where(jnp.isfinite(found.value), found.value, 0.0)
             message = Message(family.pack(change), value, found.ess, ok)
-            finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(found.own)]
-            own = tree_where(jnp.all(jnp.stack([jnp.ones((), bool), *finite])), found.own, silo.own)
+            finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(found.solver_state)]
+            own = tree_where(jnp.all(jnp.stack([jnp.ones((), bool), *finite])), found.solver_state, silo.own)
             return message, SiloState(frame, kept, own, silo.components)
 
         def aggregate(messages: Message, cohort: Cohort) -> tuple[Message, Array]:
@@ -377,9 +378,9 @@ class Factorised(Method):
             own, own_change = server.own, family.flat(d)
             own_ok = jnp.ones((), bool)
             if not prior.exact:
-                ask = Ask(family, old, server.sites.prior, jnp.zeros((), bool))
-                found = solver.solve(key, ask, plain_factor(lambda z: split.log_prior(z, split.theta)), (), own)
-                own, own_change = found.own, quotient(found.natural, old)
+                tilted = Tilted(family, old, server.sites.prior, jnp.zeros((), bool))
+                found = solver.solve(key, tilted, plain_factor(lambda z: split.log_prior(z, split.theta)), (), own)
+                own, own_change = found.solver_state, quotient(found.natural, old)
                 own_ok = found.ok & family.proper(found.natural)
                 values = values.at[-1].set(jnp.where(jnp.isfinite(found.value), found.value, 0.0))
             with jax.enable_x64(True):
@@ -389,7 +390,7 @@ class Factorised(Method):
                 calm = jnp.where(server.calming, 1 / (1 + 0.5 * visits.astype(jnp.float64)), 1.0)
                 steps = jnp.where(visits == 0, server.first_step, server.step * calm)
             if optim is None:
-                accepted = trust.steps_within(family, old, both, steps, ok, settling(server, old))
+                accepted = trust.steps_within(family, old, both, steps, ok, warming_up(server, old))
                 moves, opt_state = sites.scaled(jax.tree.map(lambda leaf: sites.zeroed(leaf, ok), both), accepted), ()
             else:
                 moves, opt_state, accepted = trust.optimised(

@@ -60,12 +60,12 @@ def pull_back(at: Coordinates, factor: Natural) -> Quadratic:
     return to_user_dtype(run(at, factor))
 
 
-def log_evidence(ask: Any, at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
+def log_evidence(tilted: Any, at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
     """log E_q[f / site], where ``log_mean`` is the log of the mean of cavity x f over a standard normal in x.
 
     The logarithm of a model's evidence is the posterior's log normaliser and these, summed over the factors.
     """
-    proper, normaliser = ask.family.proper(ask.q), ask.family.log_normaliser(ask.q)
+    proper, normaliser = tilted.family.proper(tilted.q), tilted.family.log_normaliser(tilted.q)
 
     @in_x64
     def run(at: Coordinates, cavity: Natural, log_mean: Array) -> Array:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_fed.normal.families import Family, Natural, product, quotient, summed
+from numpyro_fed.normal.families import Family, Natural, product, summed
 from numpyro_fed.precision import in_x64
 
 Array = Any
@@ -78,8 +78,3 @@ def move(family: Family, old: Natural, new: Natural) -> Array:
     with jax.enable_x64(True):
         moved = jnp.concatenate([(means[1] - means[0]) / sds[1], jnp.log(sds[1] / sds[0])])
         return jnp.where(both & jnp.isfinite(moved), moved, 0.0)
-
-
-def cavity(q: Natural, site: Natural) -> Natural:
-    """The posterior without a silo's site."""
-    return quotient(q, site)

@@ -22,11 +22,10 @@ from jax.scipy.special import logsumexp
 
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
-from numpyro_fed.normal.families import quotient
 from numpyro_fed.normal.points import enough_points, normal_points, stable_step
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.base import Projection, Solver, Tilted
 
 Array = Any
 TRIES = 5
@@ -52,18 +51,18 @@ class Importance(Solver):
         full = family.kind == "full"
         return stable_step(d, self.points(d, full), full)
 
-    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
-        family, d = ask.family, ask.q.shift.shape[0]
+    def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
+        family, d = tilted.family, tilted.q.shift.shape[0]
         full = family.kind == "full"
         eps = jnp.asarray(normal_points(d, self.points(d, full)), jnp.zeros(()).dtype)
-        cavity = family.dense(quotient(ask.q, ask.site))
+        cavity = family.dense(tilted.cavity)
         nodes = factor.nodes(None)
         # a family that cannot keep the tilted's correlations leaves that to the silo
-        known = None if full else tree_where(ask.settling, affine.coordinates(family, ask.q), own)
-        begin, frame = newton.begin(ask, factor, frame, known)
-        least = 1 if full and ask.near else 3  # where q is not what it should be, the proposal has to be found
+        known = None if full else tree_where(tilted.warming_up, affine.coordinates(family, tilted.q), solver_state)
+        begin, frame = newton.begin(tilted, factor, frame, known)
+        least = 1 if full and tilted.q_is_close else 3  # where q is not what it should be, the proposal has to be found
 
-        enough = jnp.where(ask.settling, ENOUGH, BARELY)
+        enough = jnp.where(tilted.warming_up, ENOUGH, BARELY)
 
         def unfinished(carry: _Try) -> Array:
             return (carry.count < TRIES) & ((carry.count < least) | (carry.ess < enough))
@@ -86,17 +85,16 @@ class Importance(Solver):
             few = jnp.clip(1 - ess / (4.0 * d), 0.0, 1.0)
             cov = (1 - few) * cov + few * jnp.eye(d)
             found = affine.with_lower_root(affine.compose(at, mean, _root(cov)))
-            value = affine.log_evidence(ask, at, cavity, logsumexp(log_w) - np.log(len(eps)))
+            value = affine.log_evidence(tilted, at, cavity, logsumexp(log_w) - np.log(len(eps)))
             return _Try(found, frame, ess / len(eps), value, carry.count + 1)
 
         first = _Try(begin, frame, jnp.zeros(()), jnp.zeros(()), jnp.zeros((), int))
         last = jax.lax.while_loop(unfinished, attempt, first)
         ok = last.ess * len(eps) >= 2 * d
-        kept = affine.to_family(family, last.at)
-        again = tree_where(
-            ok, last.at, affine.coordinates(family, ask.q)
-        )  # what failed is not where to begin next time
-        return Solved(kept, last.value, last.ess, ok, last.frame, own=() if full else again)
+        natural = affine.to_family(family, last.at)
+        # what failed is not where to begin next time
+        again = tree_where(ok, last.at, affine.coordinates(family, tilted.q))
+        return Projection(natural, last.value, last.ess, ok, last.frame, solver_state=() if full else again)
 
     def start(self, family: Any, d: int) -> Any:
         if family.kind == "full":

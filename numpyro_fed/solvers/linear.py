@@ -35,11 +35,11 @@ import optax
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.curvature import LEAST, curvature
-from numpyro_fed.normal.families import Family, Natural, quotient
+from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.optim import check_optim
 from numpyro_fed.precision import in_x64, to_user_dtype
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.base import Projection, Solver, Tilted
 
 Array = Any
 PEAK, FLOOR = 0.1, 1e-4  # of the default optimiser's steps, in sds of q
@@ -99,28 +99,28 @@ class Linear(Solver):
             )
         return ()
 
-    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
-        cavity = quotient(ask.q, ask.site)
+    def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
+        cavity = tilted.cavity
         begin, variance_key = jax.random.split(key)
-        at, frame = self._mode(begin, ask, cavity, factor, frame)
-        found = self._found(variance_key, ask, cavity, factor, at, frame)
-        mean, sds = ask.family.moments(found)
+        at, frame = self._mode(begin, tilted, cavity, factor, frame)
+        found = self._found(variance_key, tilted, cavity, factor, at, frame)
+        mean, sds = tilted.family.moments(found)
         value = affine.log_evidence(
-            ask, affine.Coordinates(mean, sds), cavity, factor.log_f(to_user_dtype(mean), frame, factor.nodes(None))
+            tilted, affine.Coordinates(mean, sds), cavity, factor.log_f(to_user_dtype(mean), frame, factor.nodes(None))
         )
-        return Solved(found, value, jnp.ones(()), ask.family.proper(found), frame)
+        return Projection(found, value, jnp.ones(()), tilted.family.proper(found), frame)
 
     def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+        self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
     ) -> Natural:
         """The projection, given the mode and the locals' frame there."""
         raise NotImplementedError
 
     def _mode(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, frame: Any
+        self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, frame: Any
     ) -> tuple[affine.Coordinates, Any]:
         """The tilted distribution's mode, in units of q's sds."""
-        at = _coordinates(ask.family, ask.q)
+        at = _coordinates(tilted.family, tilted.q)
         legs = LEGS if factor.eps_shape else 1
         steps = -(-self.num_steps // legs)
         optim = self.optim or optax.adam(optax.cosine_decay_schedule(PEAK, legs * steps, alpha=FLOOR / PEAK), b2=0.95)
@@ -141,7 +141,7 @@ class Linear(Solver):
             (x, state), _ = jax.lax.scan(step, (x, state), keys)
             return (x, state, frame), None
 
-        x = affine.near_zero(ask.q.shift.shape[0])
+        x = affine.near_zero(tilted.q.shift.shape[0])
         keys = jax.random.split(key, (legs, steps))
         (x, _, frame), _ = jax.lax.scan(leg, (x, optim.init(x), frame), keys)
         at = moved(at, x, jnp.ones_like(x))
@@ -169,13 +169,13 @@ class Identity(Linear):
             raise ValueError(f"scale is the precision of one observation, a positive number, got {self.scale!r}")
 
     def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+        self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
     ) -> Natural:
         if factor.num_obs is None:  # the server's prior holds no observations
             place = place_at(at, cavity, factor, frame)
-            return _natural(ask.family, at, cavity, curvature(key, place.log_f, at.mean.shape))
+            return _natural(tilted.family, at, cavity, curvature(key, place.log_f, at.mean.shape))
         information = jnp.broadcast_to(self.scale * factor.num_obs, at.mean.shape) * to_user_dtype(at.root) ** 2
-        return _natural(ask.family, at, cavity, information)
+        return _natural(tilted.family, at, cavity, information)
 
 
 @dataclass(frozen=True)
@@ -193,10 +193,10 @@ class Fisher(Linear):
     name = "fisher"
 
     def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+        self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
     ) -> Natural:
         place = place_at(at, cavity, factor, frame)
-        return _natural(ask.family, at, cavity, _information(key, factor, place, self.num_draws))
+        return _natural(tilted.family, at, cavity, _information(key, factor, place, self.num_draws))
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class NGVI(Linear):
     name = "ngvi"
 
     def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+        self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
     ) -> Natural:
         start_key, key = jax.random.split(key)
         place = place_at(at, cavity, factor, frame)
@@ -254,7 +254,7 @@ class NGVI(Linear):
         given = jnp.arange(self.num_updates), jax.random.split(key, self.num_updates)
         (x, information, _), _ = jax.lax.scan(update, (x, information * scale**2, optim.init(x)), given)
         at = moved(at, x, jnp.ones_like(x))
-        return _natural(ask.family, at, cavity, information, mean_of_precisions=True)
+        return _natural(tilted.family, at, cavity, information, mean_of_precisions=True)
 
 
 # --- coordinates ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from numpyro_fed.normal.families import Family, Natural, quotient
 from numpyro_fed.normal.points import normal_points
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.base import Projection, Solver, Tilted
 
 Array = Any
 HALVINGS = 10
@@ -45,17 +45,17 @@ class NaturalGradient(Solver):
     rate: float = 1.0
     name = "natural"
 
-    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
-        family, d = ask.family, ask.q.shift.shape[0]
+    def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
+        family, d = tilted.family, tilted.q.shift.shape[0]
         num = max(self.num_points + self.num_points % 2, 4 * d)
         eps = jnp.asarray(normal_points(d, num), jnp.zeros(()).dtype)
-        cavity = quotient(ask.q, ask.site)
+        cavity = tilted.cavity
         # the same in every round, so that the map is deterministic, and the same at x and -x, whose difference is the
         # curvature: the draws' noise cancels in it
         half = jax.random.split(jax.random.key(1), num // 2)
         keys = jnp.concatenate([half, half])
-        at, frame = newton.begin(ask, factor, frame)
-        begin = tree_where(ask.settling, _nearest(family, at), ask.q)
+        at, frame = newton.begin(tilted, factor, frame)
+        begin = tree_where(tilted.warming_up, _nearest(family, at), tilted.q)
 
         def improve(_: Any, now: _Now) -> _Now:
             at = affine.coordinates(family, now.q)
@@ -86,7 +86,7 @@ class NaturalGradient(Solver):
 
         last = jax.lax.fori_loop(0, self.num_steps, improve, _Now(begin, frame, jnp.zeros(()), jnp.ones((), bool)))
         fine = last.fine & family.proper(begin)
-        return Solved(last.q, last.value, jnp.ones(()), fine, last.frame)
+        return Projection(last.q, last.value, jnp.ones(()), fine, last.frame)
 
 
 def _nearest(family: Family, at: affine.Coordinates) -> Natural:

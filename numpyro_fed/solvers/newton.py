@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal.affine import Coordinates, compose, coordinates, near_zero, pull_back, to_z, with_lower_root
-from numpyro_fed.normal.families import Natural, quotient
+from numpyro_fed.normal.families import Natural
 from numpyro_fed.normal.newton import newton_step
 from numpyro_fed.precision import in_x64, tree_where
-from numpyro_fed.solvers.base import Ask
+from numpyro_fed.solvers.base import Tilted
 
 Array = Any
 NEWTON_STEPS = 40
@@ -102,14 +102,14 @@ def newton(
     )
 
 
-def begin(ask: Ask, factor: Factor, frame: Any, at: Coordinates | None = None) -> tuple[Coordinates, Any]:
+def begin(tilted: Tilted, factor: Factor, frame: Any, at: Coordinates | None = None) -> tuple[Coordinates, Any]:
     """Where a solver begins: at q (or ``at``), or, until every silo has been heard, at the tilted mode."""
     found, frame, _ = newton(
         factor,
-        ask.family.dense(quotient(ask.q, ask.site)),
-        coordinates(ask.family, ask.q) if at is None else at,
+        tilted.family.dense(tilted.cavity),
+        coordinates(tilted.family, tilted.q) if at is None else at,
         frame,
         factor.nodes(None),
-        jnp.where(ask.settling, NEWTON_STEPS, 0),
+        jnp.where(tilted.warming_up, NEWTON_STEPS, 0),
     )
     return found, frame
