@@ -23,7 +23,7 @@ from numpyro_fed.data.stack import Stack
 from numpyro_fed.keys import fold_in_name, identities
 from numpyro_fed.local import minibatch
 from numpyro_fed.local.bound import Weighting
-from numpyro_fed.local.conditional import Frame, draw_rows
+from numpyro_fed.local.conditional import LocalLaplace, draw_rows
 from numpyro_fed.local.integrate import DRAWS, NODES, Marginal, plain_factor, silo_factor, start_frame
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.methods.base import Method
@@ -469,7 +469,7 @@ class Factorised(Method):
             root = {g: jax.vmap(jnp.diag)(scale) for g, scale in mode.scale.items()}
             curvature = jax.tree.map(lambda scale: scale**-2, mode.scale)
             coupling = mode.coupling or state.frame.coupling
-            frame = Frame(found.loc, mode.loc, coupling, root, curvature)
+            frame = LocalLaplace(found.loc, mode.loc, coupling, root, curvature)
             return state._replace(frame=frame, kept=frame)
 
         return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, found.local, strict=True))

@@ -24,7 +24,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.keys import digest
-from numpyro_fed.local.conditional import fit_frame
+from numpyro_fed.local.conditional import fit_local_laplace
 from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.newton import newton_step
@@ -167,6 +167,6 @@ def fit_locals(split: SplitModel, z: Array, theta: dict, silo: SiloState, data: 
     """The locals' normal approximation at z, from the one at another point."""
     if not split.groups:
         return silo
-    frame = fit_frame(split, z, theta, silo.loc, data, LOCAL_STEPS)
+    frame = fit_local_laplace(split, z, theta, silo.loc, data, LOCAL_STEPS)
     # conditional sds: what a guide with independent elements would learn
     return SiloState(frame.loc, jax.tree.map(jax.lax.rsqrt, frame.curvature), frame.coupling)
