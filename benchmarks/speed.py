@@ -26,7 +26,7 @@ from numpyro_fed.data.padding import silo_data
 from numpyro_fed.engines.base import sent_to
 from numpyro_fed.engines.vmap import CHUNK
 from numpyro_fed.methods import base
-from numpyro_fed.precision import QUICK, apart, stacked
+from numpyro_fed.precision import QUICK, in_user_precision, stacked
 
 DATA = nf.datasets.six_cities()
 
@@ -141,7 +141,7 @@ def ep_apart(silos, num_rounds):
     def run():
         method, key = nf.EP(model, tolerance=0), jax.random.key(0)
         prepared, stack = method.ready(silos)
-        algorithm = apart(prepared.algorithm, False)
+        algorithm = in_user_precision(prepared.algorithm, False)
         with jax.enable_x64(True):
             quick = lambda function: jax.jit(function, compiler_options=QUICK)
             step, close = quick(algorithm.silo_step), quick(algorithm.server_step)

@@ -22,7 +22,7 @@ ONCE = {"xla_backend_optimization_level": 1}  # programs that run a few times: h
 QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
-def double(function: Callable) -> Callable:
+def in_x64(function: Callable) -> Callable:
     """The function, traced in float64, its floating arguments converted."""
 
     def convert(leaf: Any) -> Any:
@@ -37,14 +37,14 @@ def double(function: Callable) -> Callable:
     return wrapped
 
 
-def single(tree: Any) -> Any:
+def to_user_dtype(tree: Any) -> Any:
     """Float64 leaves in the precision of the user's program."""
     dtype = jnp.zeros(()).dtype
     with jax.enable_x64(True):
         return jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.dtype == jnp.float64 else leaf, tree)
 
 
-def either(condition: Array, a: Any, b: Any) -> Any:
+def tree_where(condition: Array, a: Any, b: Any) -> Any:
     """One of two pytrees, whatever the precision of their leaves."""
     with jax.enable_x64(True):
         return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
@@ -61,7 +61,7 @@ def strong(tree: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def apart(algorithm: FederatedAlgorithm, x64: bool) -> FederatedAlgorithm:
+def in_user_precision(algorithm: FederatedAlgorithm, x64: bool) -> FederatedAlgorithm:
     """The algorithm, traced in the user's precision wherever an engine's own code is traced in float64.
 
     Natural parameters are float64 in any program (:mod:`numpyro_fed.normal.families`), and JAX vectorises what it has
@@ -86,12 +86,12 @@ def apart(algorithm: FederatedAlgorithm, x64: bool) -> FederatedAlgorithm:
     )
 
 
-def in_float64(run: Callable) -> Callable:
+def engine_in_x64(run: Callable) -> Callable:
     """An engine's method, traced in float64, its algorithm kept in the user's precision."""
 
     @wraps(run)
     def wrapped(self: Any, algorithm: FederatedAlgorithm, *args: Any, **options: Any) -> Any:
-        algorithm = apart(algorithm, jax.config.read("jax_enable_x64"))
+        algorithm = in_user_precision(algorithm, jax.config.read("jax_enable_x64"))
         with jax.enable_x64(True):
             return run(self, algorithm, *args, **options)
 

@@ -205,8 +205,8 @@ class Noisy(Laplace):
 
     name = "noisy"
 
-    def solve(self, key, ask, factor, frame, own):
-        found = super().solve(key, ask, factor, frame, own)
+    def solve(self, key, tilted, factor, frame, solver_state):
+        found = super().solve(key, tilted, factor, frame, solver_state)
         draws = jax.random.normal(key, (5, 3))  # five draws for a covariance in three dimensions
         mean, root = FULL.moments(found.natural)
         with jax.enable_x64(True):
@@ -236,8 +236,8 @@ def test_a_silo_whose_factor_breaks_down_is_skipped_and_counted():
     class Broken(Laplace):
         name = "broken"
 
-        def solve(self, key, ask, factor, frame, own):
-            found = super().solve(key, ask, factor, frame, own)
+        def solve(self, key, tilted, factor, frame, solver_state):
+            found = super().solve(key, tilted, factor, frame, solver_state)
             with jax.enable_x64(True):
                 return found._replace(natural=jax.tree.map(lambda leaf: leaf * np.nan, found.natural))
 

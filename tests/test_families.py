@@ -7,7 +7,7 @@ import pytest
 
 from numpyro_fed.normal import sites, trust
 from numpyro_fed.normal.families import DIAGONAL, FULL, IDENTITY, Natural, as_family, power, product, quotient
-from numpyro_fed.precision import single
+from numpyro_fed.precision import to_user_dtype
 
 FAMILIES = {"full": FULL, "diagonal": DIAGONAL, "identity": IDENTITY}
 
@@ -104,7 +104,7 @@ def test_badly_conditioned_posteriors_keep_their_mean_in_a_float32_program():
     back = quotient(q, FULL.project(np.zeros(5), 1e6 * np.eye(5)))
     white = np.linalg.solve(np.linalg.cholesky(cov), np.asarray(FULL.mean(back)) - mean)
     assert np.max(np.abs(white)) < 1e-6
-    assert single(q).precision.dtype == jnp.float32
+    assert to_user_dtype(q).precision.dtype == jnp.float32
 
 
 def test_families_have_names():

@@ -18,9 +18,9 @@ from numpyro_fed.local.integrate import Marginal, plain_factor, silo_factor, sta
 from numpyro_fed.model.build import split_model
 from numpyro_fed.normal import prior
 from numpyro_fed.normal.families import DIAGONAL, IDENTITY, Natural
-from numpyro_fed.precision import apart
+from numpyro_fed.precision import in_user_precision
 from numpyro_fed.solvers import SOLVERS
-from numpyro_fed.solvers.base import Ask
+from numpyro_fed.solvers.base import Tilted
 
 NAMES = ("iasg", "fisher", "ngvi", "identity")
 SD, NOISE = 2.0, 0.5  # of the prior, of an observation
@@ -85,7 +85,7 @@ def solved(solver, silos, name, lengths=None, model=linear, family=DIAGONAL, mar
 
     def run(key, data, q, site):
         factor = silo_factor(split, marginal, data, None)
-        return solver.solve(key, Ask(family, q, site, jnp.ones((), bool)), factor, start_frame(split, data), ())
+        return solver.solve(key, Tilted(family, q, site, jnp.ones((), bool)), factor, start_frame(split, data), ())
 
     found = jax.jit(run)(jax.random.key(0), data, q, site)
     assert bool(found.ok) and np.isfinite(found.value) and found.natural.shift.dtype == np.float64
@@ -160,7 +160,7 @@ def test_a_prior_that_is_not_normal(name):
     factor = plain_factor(lambda z: jnp.sum(z - 2 * jax.nn.softplus(z)))
     solver, (q, site) = MANY[name][0], (flat(3, 1.0), flat(3, 0.0))
     found = jax.jit(
-        lambda key, q, site: solver.solve(key, Ask(DIAGONAL, q, site, jnp.zeros((), bool)), factor, (), ())
+        lambda key, q, site: solver.solve(key, Tilted(DIAGONAL, q, site, jnp.zeros((), bool)), factor, (), ())
     )(jax.random.key(0), q, site)
     z = np.linspace(-8, 8, 2001)
     weight = np.exp(-0.5 * z**2 + z - 2 * np.log1p(np.exp(z)))
@@ -298,7 +298,7 @@ def test_no_array_has_d_squared_elements(name):
     method = nf.EP(logistic, family="diagonal", solver=name)
     prepared, stack = method.ready(silos)
     server, states = nf.engines.Vmap().start(prepared.algorithm, jax.random.key(0), stack)
-    algorithm, key, data = apart(prepared.algorithm, False), jax.random.key(0), stack.data("s0")
+    algorithm, key, data = in_user_precision(prepared.algorithm, False), jax.random.key(0), stack.data("s0")
 
     def round_(server, state):
         message, _ = algorithm.silo_step(key, sent_to(algorithm.broadcast(key, server), 0), state, data)

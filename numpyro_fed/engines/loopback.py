@@ -18,7 +18,7 @@ from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import sent_to
 from numpyro_fed.keys import SERVER, START, fold_in_name, identity
-from numpyro_fed.precision import in_float64, stacked
+from numpyro_fed.precision import engine_in_x64, stacked
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Loopback:
     chunk: ClassVar[int] = 16
     holds_states: ClassVar[bool] = True
 
-    @in_float64
+    @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
         key = jax.random.fold_in(key, START)
         server_key = jax.random.fold_in(key, SERVER)
@@ -43,7 +43,7 @@ class Loopback:
             states.append(stacked(found))
         return server, tuple(states)
 
-    @in_float64
+    @engine_in_x64
     def rounds(
         self,
         algorithm: FederatedAlgorithm,

@@ -20,7 +20,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines.base import sent_to
 from numpyro_fed.keys import SERVER, START, silo_keys
-from numpyro_fed.precision import UNOPTIMISED, in_float64, strong
+from numpyro_fed.precision import UNOPTIMISED, engine_in_x64, strong
 
 IN_FLIGHT = 2  # rounds the device has been given: one to work on, one to go on with
 
@@ -56,11 +56,11 @@ class Streamed:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be a number of {what}, {least} or more, got {value!r}")
 
-    @in_float64
+    @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
         return _init(algorithm, jax.random.fold_in(jax.random.fold_in(key, START), SERVER)), ()
 
-    @in_float64
+    @engine_in_x64
     def rounds(
         self,
         algorithm: FederatedAlgorithm,

@@ -17,7 +17,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines.base import sent_to
 from numpyro_fed.keys import SERVER, START, identities, silo_keys
-from numpyro_fed.precision import QUICK, UNOPTIMISED, in_float64, strong, zeros
+from numpyro_fed.precision import QUICK, UNOPTIMISED, engine_in_x64, strong, zeros
 
 CHUNK = 512  # rounds between two looks of the host: progress, stopping, interruption
 
@@ -29,11 +29,11 @@ class Vmap:
     chunk: ClassVar[int] = CHUNK
     holds_states: ClassVar[bool] = True
 
-    @in_float64
+    @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
         return _start(algorithm, stack.names, _bucket_names(stack), key, stack.arrays, stack.shared)
 
-    @in_float64
+    @engine_in_x64
     def rounds(
         self,
         algorithm: FederatedAlgorithm,

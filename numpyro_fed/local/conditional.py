@@ -24,7 +24,7 @@ Array = Any
 FLAT = 1e-4  # the least curvature of a row, in units of its prior
 
 
-class Frame(NamedTuple):
+class LocalLaplace(NamedTuple):
     """The locals around ``centre``; padded rows, and elements that a mask leaves out, have a root of one."""
 
     centre: Array  # (d,)
@@ -47,10 +47,10 @@ class Frame(NamedTuple):
         return {g: jnp.sum(jnp.log(jnp.diagonal(root, axis1=1, axis2=2)), axis=1) for g, root in self.root.items()}
 
 
-def empty_frame(split: SplitModel, data: SiloData) -> Frame:
+def standard_local_laplace(split: SplitModel, data: SiloData) -> LocalLaplace:
     """Standard normals: where nothing is known yet."""
     zeros = split.zeros_local(data.mask)
-    return Frame(
+    return LocalLaplace(
         jnp.zeros(split.dim),
         split.near_zero_local(data.mask),
         {g: jnp.zeros((*value.shape, split.dim)) for g, value in zeros.items()},
@@ -59,7 +59,7 @@ def empty_frame(split: SplitModel, data: SiloData) -> Frame:
     )
 
 
-def fit_frame(split: SplitModel, z: Array, theta: dict, loc: dict, data: SiloData, steps: Any) -> Frame:
+def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data: SiloData, steps: Any) -> LocalLaplace:
     """Newton's method on the locals of a silo, given the globals, row by row, from ``loc``.
 
     A row's curvature is found by moving all rows of a group at once: exact when rows are independent given z_G. Where
@@ -128,7 +128,7 @@ def fit_frame(split: SplitModel, z: Array, theta: dict, loc: dict, data: SiloDat
             root[group.name] = jax.lax.rsqrt(values)[..., None]
         else:
             root[group.name] = jnp.linalg.cholesky(jnp.einsum("rij,rj,rkj->rik", vectors, 1 / values, vectors))
-    return Frame(z, loc, coupling, root, diagonal)
+    return LocalLaplace(z, loc, coupling, root, diagonal)
 
 
 class Conditional(NamedTuple):

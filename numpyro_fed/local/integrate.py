@@ -22,7 +22,7 @@ from numpyro import handlers
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.local import minibatch
 from numpyro_fed.local.bound import Weighting, combined, row_weights
-from numpyro_fed.local.conditional import Frame, draw_rows, empty_frame, fit_frame
+from numpyro_fed.local.conditional import LocalLaplace, draw_rows, fit_local_laplace, standard_local_laplace
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.redraw import observed_sites, redraw, replaced
 from numpyro_fed.model.observations import num_observations
@@ -138,8 +138,8 @@ def silo_factor(
     shapes: dict[str, tuple[int, ...]] = {g.name: (g.num_rows(data.mask), g.size) for g in split.groups}
     dtype = jnp.zeros(()).dtype
 
-    def refit(z: Array, frame: Frame, steps: Any) -> Any:
-        return () if none else fit_frame(split, z, theta, frame.loc, data, steps)
+    def refit(z: Array, frame: LocalLaplace, steps: Any) -> Any:
+        return () if none else fit_local_laplace(split, z, theta, frame.loc, data, steps)
 
     def nodes(key: Array | None) -> Any:
         if none:
@@ -159,7 +159,7 @@ def silo_factor(
         }
         return Nodes(eps, jnp.asarray(log_weight, dtype))
 
-    def log_ratios(z: Array, frame: Frame, eps: dict) -> Array:
+    def log_ratios(z: Array, frame: LocalLaplace, eps: dict) -> Array:
         """log p(y, z_L | z) / N(z_L; frame), by component."""
         found = split.evaluate(z, frame.at(z, eps), theta, data)
         log_q = {}
@@ -169,7 +169,7 @@ def silo_factor(
             log_q[g] = jnp.sum(each - jnp.where(found.active[g], log_diagonal, 0.0), axis=1)
         return combined(split, marginal.weighting, found.terms, log_q, data, components, None, None)
 
-    def log_f(z: Array, frame: Frame, nodes: Nodes) -> Array:
+    def log_f(z: Array, frame: LocalLaplace, nodes: Nodes) -> Array:
         if none:
             return split.log_silo(z, {}, theta, data)
         if marginal.kind == "joint":
@@ -177,14 +177,14 @@ def silo_factor(
         each = jax.vmap(lambda eps: log_ratios(z, frame, eps))(nodes.eps)
         return jnp.sum(logsumexp(each + nodes.log_weight[:, None], axis=0))
 
-    def joint(z: Array, frame: Frame, eps: dict) -> Array:
+    def joint(z: Array, frame: LocalLaplace, eps: dict) -> Array:
         log_det = frame.log_det()
         active = split.evaluate(z, frame.loc, theta, data).active
         padding = sum(jnp.sum(jnp.where(active[g], 0.0, -0.5 * eps[g] ** 2 - 0.5 * LOG_2PI)) for g in eps)
         total = split.log_silo(z, frame.at(z, eps), theta, data) + padding
         return total + sum(jnp.sum(log_det[g]) for g in eps)
 
-    def moments(z: Array, frame: Frame, nodes: Nodes) -> Any:
+    def moments(z: Array, frame: LocalLaplace, nodes: Nodes) -> Any:
         if none:
             return ()
         log_weight = jax.vmap(lambda eps: log_ratios(z, frame, eps))(nodes.eps) + nodes.log_weight[:, None]
@@ -219,7 +219,7 @@ def _estimate(split: SplitModel, theta: dict, data: SiloData, batching: Batching
     return minibatch.log_silo(split, z, theta, minibatch.with_replacement(split, batching, key, data))
 
 
-def moved(frame: Frame, mean: dict, cov: dict) -> Frame:
+def moved(frame: LocalLaplace, mean: dict, cov: dict) -> LocalLaplace:
     """The frame with the mean and covariance that its standardised locals turned out to have."""
     loc, root = {}, {}
     for g in frame.loc:
@@ -231,7 +231,7 @@ def moved(frame: Frame, mean: dict, cov: dict) -> Frame:
 
 
 def start_frame(split: SplitModel, data: SiloData) -> Any:
-    return empty_frame(split, data) if split.groups else ()
+    return standard_local_laplace(split, data) if split.groups else ()
 
 
 def plain_factor(log_f: Callable) -> Factor:

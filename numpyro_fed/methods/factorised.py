@@ -17,7 +17,7 @@ import numpy as np
 
 from numpyro_fed.algorithm import Begun, FederatedAlgorithm, Left, Phase, Plan, Program
 from numpyro_fed.local import integrate, minibatch
-from numpyro_fed.local.conditional import Frame
+from numpyro_fed.local.conditional import LocalLaplace
 from numpyro_fed.local.integrate import Marginal
 from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.memo import ByIdentity, remembered
@@ -229,7 +229,7 @@ class Factorised(Method):
             return state
         root = {g: jax.vmap(jnp.diag)(scale) for g, scale in local.scale.items()}
         curvature = jax.tree.map(lambda scale: scale**-2, local.scale)
-        frame = Frame(given.loc, local.loc, local.coupling or state.frame.coupling, root, curvature)
+        frame = LocalLaplace(given.loc, local.loc, local.coupling or state.frame.coupling, root, curvature)
         return state._replace(frame=frame, kept=frame)
 
     def _finish(self, names: Any, left: Left, server: Server) -> Left:

@@ -39,7 +39,7 @@ from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.normal import moments
 from numpyro_fed.optim import falling
-from numpyro_fed.precision import single
+from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.solvers.draws import SAMPLERS
 
 Array = Any
@@ -267,7 +267,7 @@ class FedPA(Averaging):
         delta = moments.delta(w, draws, rho, shrunk)
         if gradients is not None:
             delta = moments.corrected(delta, draws, gradients, shrunk)
-        return single(delta), loss, single(moments.largest(draws, shrunk, gradients))
+        return to_user_dtype(delta), loss, to_user_dtype(moments.largest(draws, shrunk, gradients))
 
     # --- the posterior ----------------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class FedPA(Averaging):
             stein = True if self.stein is None and own.size <= MANY else self.stein
             draws, gradients, _ = self._draws(task, key, broadcast.common, data, stein)
             found = moments.precision(draws, moments.shrinkage(draws, self._rho(own, closing=True)), gradients)
-            diagonal, weights, directions = single(found)
+            diagonal, weights, directions = to_user_dtype(found)
             return Precisions(diagonal, weights, directions, task.count(data)), silo
 
         def server_step(key: Array, state: Closing, found: Precisions) -> tuple[Closing, dict]:

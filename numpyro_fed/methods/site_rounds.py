@@ -15,11 +15,11 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal import sites, trust
 from numpyro_fed.normal.affine import Coordinates, coordinates
-from numpyro_fed.normal.families import Natural, Normal, power, product, quotient
+from numpyro_fed.normal.families import Family, Natural, power, product, quotient
 from numpyro_fed.normal.prior import Prior
 from numpyro_fed.normal.sites import Sites
-from numpyro_fed.precision import double, either, single
-from numpyro_fed.solvers import Ask, Solver
+from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
+from numpyro_fed.solvers import Solver, Tilted
 
 Array = Any
 RESTLESS = 0.5  # a round that takes back more than this share of the last one's (squared) move
@@ -56,7 +56,7 @@ class Sent(NamedTuple):
     """All that a silo receives, with its own site."""
 
     q: Natural
-    settling: Array  # bool: not every silo has been heard yet
+    warming_up: Array  # bool: not every silo has been heard yet
     site: Any = ()  # the one of all silos, where sites are tied: a silo owns the share n_j / N of it
     total: Any = ()  # N, there
 
@@ -73,7 +73,7 @@ class Message(NamedTuple):
 
 def site_rounds(
     split: SplitModel,
-    family: Normal,
+    family: Family,
     solver: Solver,
     marginal: Marginal,
     prior: Prior,
@@ -117,12 +117,12 @@ def site_rounds(
             *(counts if tied else ()),
         )
 
-    def settling(server: Server, q: Natural) -> Array:
+    def warming_up(server: Server, q: Natural) -> Array:
         return jnp.any(server.visits == 0) | ~family.proper(q)
 
     def broadcast(key: Array, server: Server) -> Broadcast:
         q = sites.posterior(server.sites, tied)
-        packed = family.pack(q), settling(server, q)
+        packed = family.pack(q), warming_up(server, q)
         if tied:
             return Broadcast(Sent(*packed, family.pack(server.sites.each), server.total))
         return Broadcast(Sent(*packed), family.pack(server.sites.each))
@@ -138,21 +138,23 @@ def site_rounds(
         if tied:
             rows = num_observations(split, data)
             site = power(site, quotient_of(rows, sent.total))
-        ask = Ask(family, q, site, sent.settling, not tied)
+        tilted = Tilted(family, q, site, sent.warming_up, not tied)
         factor = silo_factor(split, marginal, data, silo.components, batching=batching)
-        found = solver.solve(key, ask, factor, silo.frame, silo.own)
+        found = solver.solve(key, tilted, factor, silo.frame, silo.own)
         change = quotient(found.natural, q)
         fine = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves((change, found.frame))]
         ok = jnp.all(jnp.stack(fine)) & found.ok & family.proper(found.natural)
-        keep = lambda new, old: either(ok, new, old)  # what failed is not where to begin next time
+        keep = lambda new, old: tree_where(ok, new, old)  # what failed is not where to begin next time
         frame, kept = keep(found.frame, silo.frame), silo.kept
         if split.groups:
-            kept = factor.moments(frame.centre, frame, factor.nodes(None)) if found.kept is None else found.kept
+            kept = (
+                factor.moments(frame.centre, frame, factor.nodes(None)) if found.local_posterior is None else found.kept
+            )
             kept = keep(kept, silo.kept)
         value = jnp.where(jnp.isfinite(found.value), found.value, 0.0)
         message = Message(family.pack(change), value, found.ess, ok, rows)
-        finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(found.own)]
-        own = either(jnp.all(jnp.stack([jnp.ones((), bool), *finite])), found.own, silo.own)
+        finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(found.solver_state)]
+        own = tree_where(jnp.all(jnp.stack([jnp.ones((), bool), *finite])), found.solver_state, silo.own)
         return message, SiloState(frame, kept, own, silo.components)
 
     def aggregate(messages: Message, cohort: Cohort) -> tuple[Message, Array]:
@@ -166,9 +168,9 @@ def site_rounds(
         own, own_change = server.own, family.flat(d)
         own_ok = jnp.ones((), bool)
         if not prior.exact:
-            ask = Ask(family, old, server.sites.prior, jnp.zeros((), bool))
-            found = solver.solve(key, ask, plain_factor(lambda z: split.log_prior(z, split.theta)), (), own)
-            own, own_change = found.own, quotient(found.natural, old)
+            tilted = Tilted(family, old, server.sites.prior, jnp.zeros((), bool))
+            found = solver.solve(key, tilted, plain_factor(lambda z: split.log_prior(z, split.theta)), (), own)
+            own, own_change = found.solver_state, quotient(found.natural, old)
             own_ok = found.ok & family.proper(found.natural)
             values = values.at[-1].set(jnp.where(jnp.isfinite(found.value), found.value, 0.0))
         with jax.enable_x64(True):
@@ -178,7 +180,7 @@ def site_rounds(
             calm = jnp.where(server.calming, 1 / (1 + 0.5 * visits.astype(jnp.float64)), 1.0)
             steps = jnp.where(visits == 0, server.first_step, server.step * calm)
         if optim is None:
-            accepted = trust.steps_within(family, old, both, steps, ok, settling(server, old))
+            accepted = trust.steps_within(family, old, both, steps, ok, warming_up(server, old))
             moves, opt_state = sites.scaled(jax.tree.map(lambda leaf: sites.zeroed(leaf, ok), both), accepted), ()
         else:
             moves, opt_state, accepted = trust.optimised(
@@ -193,13 +195,13 @@ def site_rounds(
             heard = accepted[:-1] > 0
         now = Sites(product(server.sites.prior, last), moved)
         new = sites.posterior(now, tied)
-        far = single(sites.movement(family, old, new))
-        normaliser = jnp.where(family.proper(old), single(family.log_normaliser(old)), 0.0)
-        move = single(sites.move(family, old, new))
+        far = to_user_dtype(sites.movement(family, old, new))
+        normaliser = jnp.where(family.proper(old), to_user_dtype(family.log_normaliser(old)), 0.0)
+        move = to_user_dtype(sites.move(family, old, new))
         distance = jnp.minimum(jnp.maximum(far.shift, jnp.sqrt(far.divergence)), UNHEARD)
         back = (move @ server.last < 0) & (move @ move > RESTLESS * server.last @ server.last)
         # a short step moves little: what counts is how far a whole one would have gone
-        whole = distance / jnp.clip(jnp.max(single(steps)), LEAST_STEP, 1.0)
+        whole = distance / jnp.clip(jnp.max(to_user_dtype(steps)), LEAST_STEP, 1.0)
         moving = server.moving.at[index].set(jnp.where(heard, jnp.minimum(whole, UNHEARD), UNHEARD))
         info = {
             "loss": -jnp.clip(jnp.nan_to_num(normaliser + jnp.sum(values)), -UNHEARD, UNHEARD),
@@ -234,11 +236,11 @@ def site_rounds(
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
 
 
-@double
+@in_x64
 def quotient_of(a: Array, b: Array) -> Array:
     return a / b
 
 
-def known(solver_state: Any, family: Normal, q: Natural) -> Any:
+def known(solver_state: Any, family: Family, q: Natural) -> Any:
     """What a solver keeps, where that is the coordinates of its tilted distribution: begun at those of q."""
     return coordinates(family, q) if isinstance(solver_state, Coordinates) else solver_state

@@ -14,8 +14,8 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_fed.model.layout import GOLDEN, NEAR_ZERO
-from numpyro_fed.normal.families import LOG_2PI, Natural, Normal, inverse
-from numpyro_fed.precision import double, single
+from numpyro_fed.normal.families import LOG_2PI, Family, Natural, inverse
+from numpyro_fed.precision import in_x64, to_user_dtype
 
 Array = Any
 
@@ -35,12 +35,12 @@ class Quadratic(NamedTuple):
         return self.shift @ x - 0.5 * x @ self.precision @ x
 
 
-def coordinates(family: Normal, q: Natural) -> Coordinates:
+def coordinates(family: Family, q: Natural) -> Coordinates:
     """Those of q; where q is improper the model's own."""
     mean, root = family.moments(q)
     proper = family.proper(q)
 
-    @double
+    @in_x64
     def run(mean: Array, root: Array) -> Coordinates:
         d = mean.shape[0]
         full = root if root.ndim == 2 else jnp.diag(root)
@@ -49,25 +49,25 @@ def coordinates(family: Normal, q: Natural) -> Coordinates:
     return run(mean, root)
 
 
-def seen_from(at: Coordinates, factor: Natural) -> Quadratic:
+def pull_back(at: Coordinates, factor: Natural) -> Quadratic:
     """A normal factor (with a precision matrix) in coordinates x."""
 
-    @double
+    @in_x64
     def run(at: Coordinates, factor: Natural) -> Quadratic:
         slope = factor.shift - factor.precision @ at.mean
         return Quadratic(at.root.T @ factor.precision @ at.root, at.root.T @ slope)
 
-    return single(run(at, factor))
+    return to_user_dtype(run(at, factor))
 
 
-def log_evidence(ask: Any, at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
+def log_evidence(tilted: Any, at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
     """log E_q[f / site], where ``log_mean`` is the log of the mean of cavity x f over a standard normal in x.
 
     The logarithm of a model's evidence is the posterior's log normaliser and these, summed over the factors.
     """
-    proper, normaliser = ask.family.proper(ask.q), ask.family.log_normaliser(ask.q)
+    proper, normaliser = tilted.family.proper(tilted.q), tilted.family.log_normaliser(tilted.q)
 
-    @double
+    @in_x64
     def run(at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
         times = cavity.precision @ at.mean if cavity.precision.ndim == 2 else cavity.precision * at.mean
         const = cavity.shift @ at.mean - 0.5 * at.mean @ times
@@ -75,29 +75,29 @@ def log_evidence(ask: Any, at: Coordinates, cavity: Natural, log_mean: Array) ->
         volume = log_det + 0.5 * at.mean.shape[0] * LOG_2PI
         return const + volume + log_mean - jnp.where(proper, normaliser, 0.0)
 
-    return single(run(at, cavity, log_mean))
+    return to_user_dtype(run(at, cavity, log_mean))
 
 
-def placed(at: Coordinates, x: Array) -> Array:
+def to_z(at: Coordinates, x: Array) -> Array:
     """z = m + R x, for points (..., d), in the user's precision: the model's derivatives are taken through it."""
-    here = single(at)
+    here = to_user_dtype(at)
     return here.mean + x @ here.root.T
 
 
-@double
-def moved(at: Coordinates, mean: Array, root: Array) -> Coordinates:
+@in_x64
+def compose(at: Coordinates, mean: Array, root: Array) -> Coordinates:
     """Coordinates of a normal that has this mean and root in the old ones."""
     return Coordinates(at.mean + at.root @ mean, at.root @ root)
 
 
-@double
+@in_x64
 def natural(at: Coordinates) -> Natural:
     """The normal whose coordinates these are."""
     precision = inverse(at.root @ at.root.T)
     return Natural(precision, precision @ at.mean)
 
 
-def kept(family: Normal, at: Coordinates) -> Natural:
+def to_family(family: Family, at: Coordinates) -> Natural:
     """The member of the family with this normal's moments, as far as the family keeps them."""
     if family.kind == "full":
         return natural(at)
@@ -105,7 +105,7 @@ def kept(family: Normal, at: Coordinates) -> Natural:
         return family.project(at.mean, jnp.sum(at.root**2, axis=1))
 
 
-@double
+@in_x64
 def factor_from(at: Coordinates, precision: Array, shift: Array) -> Natural:
     """The factor exp(b'x - x'Ax / 2) in z. The root must be lower triangular."""
     half = solve_triangular(at.root, precision, lower=True, trans=1)
@@ -114,7 +114,7 @@ def factor_from(at: Coordinates, precision: Array, shift: Array) -> Natural:
     return Natural(precision, solve_triangular(at.root, shift, lower=True, trans=1) + precision @ at.mean)
 
 
-def lower(at: Coordinates) -> Coordinates:
+def with_lower_root(at: Coordinates) -> Coordinates:
     """The same normal with a lower triangular root."""
     with jax.enable_x64(True):
         upper = jnp.linalg.qr(at.root.T, mode="r")
@@ -127,7 +127,7 @@ def near_zero(d: int) -> Array:
     return jnp.asarray(NEAR_ZERO * (0.5 + (np.arange(1, d + 1) * GOLDEN) % 1.0), jnp.zeros(()).dtype)
 
 
-@double
+@in_x64
 def sds(at: Coordinates) -> Array:
     """Conditional sds: what a family without correlations would learn from its free energy."""
     return jax.lax.rsqrt(jnp.diagonal(inverse(at.root @ at.root.T)))

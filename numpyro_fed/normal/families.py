@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
 
-from numpyro_fed.precision import double, single
+from numpyro_fed.precision import in_x64, to_user_dtype
 
 Array = Any
 LOG_2PI = float(np.log(2 * np.pi))
@@ -30,7 +30,7 @@ class Natural(NamedTuple):
     shift: Array
 
 
-@double
+@in_x64
 def product(*factors: Natural) -> Natural:
     """The product of factors.
 
@@ -40,25 +40,25 @@ def product(*factors: Natural) -> Natural:
     return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *factors)
 
 
-@double
+@in_x64
 def quotient(a: Natural, b: Natural) -> Natural:
     """a / b."""
     return jax.tree.map(lambda x, y: x - y, a, b)
 
 
-@double
+@in_x64
 def power(a: Natural, exponent: Array) -> Natural:
     return jax.tree.map(lambda leaf: exponent * leaf, a)
 
 
-@double
+@in_x64
 def summed(stacked: Natural) -> Natural:
     """The product of factors that are stacked on the first axis."""
     return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), stacked)
 
 
 @dataclass(frozen=True)
-class Normal:
+class Family:
     """What the families share; ``kind`` is ``"full"``, ``"diagonal"`` or ``"identity"`` (a multiple of it)."""
 
     kind: str = "full"
@@ -130,7 +130,7 @@ class Normal:
     def kl(self, a: Natural, b: Natural) -> Array:
         """KL(a || b).
 
-        >>> family = Normal("diagonal")
+        >>> family = Family("diagonal")
         >>> a, b = family.project(jnp.zeros(1), jnp.ones(1)), family.project(jnp.ones(1), jnp.ones(1))
         >>> float(family.kl(a, b))
         0.5
@@ -139,24 +139,24 @@ class Normal:
 
     def sample(self, key: Array, factor: Natural) -> Array:
         """One draw, in the precision of the user's program."""
-        mean, root = single(self.moments(factor))
+        mean, root = to_user_dtype(self.moments(factor))
         eps = jax.random.normal(key, mean.shape)
         return mean + (root @ eps if self.kind == "full" else root * eps)
 
 
-FULL, DIAGONAL, IDENTITY = Normal("full"), Normal("diagonal"), Normal("identity")
+FULL, DIAGONAL, IDENTITY = Family("full"), Family("diagonal"), Family("identity")
 
 
-def as_family(family: Any) -> Normal:
+def as_family(family: Any) -> Family:
     """A family from its name, or an error that says what to type."""
-    if isinstance(family, Normal):
+    if isinstance(family, Family):
         return family
     if family not in ("full", "diagonal", "identity"):
         raise ValueError(f"family must be 'full', 'diagonal' or 'identity', got {family!r}")
-    return Normal(family)
+    return Family(family)
 
 
-@double
+@in_x64
 def _dense(precision: Array, shift: Array) -> Array:
     d = shift.shape[-1]
     if jnp.ndim(precision) == 2:
@@ -165,7 +165,7 @@ def _dense(precision: Array, shift: Array) -> Array:
 
 
 def _project(kind: str, mean: Array, covariance: Array) -> Natural:
-    @double
+    @in_x64
     def run(mean: Array, covariance: Array) -> Natural:
         diagonal = covariance if covariance.ndim == 1 else jnp.diagonal(covariance)
         if kind == "full":
@@ -184,7 +184,7 @@ def _scaled(precision: Array) -> tuple[Array, Array]:
     return precision / scale / scale[:, None], scale
 
 
-@double
+@in_x64
 def inverse(matrix: Array) -> Array:
     """The inverse of a positive definite matrix, by way of its Cholesky factor; symmetric. NaN if it has none."""
     scaled, scale = _scaled(matrix)
@@ -193,7 +193,7 @@ def inverse(matrix: Array) -> Array:
 
 
 def _moments(kind: str, factor: Natural) -> tuple[Array, Array]:
-    @double
+    @in_x64
     def run(precision: Array, shift: Array) -> tuple[Array, Array]:
         if kind != "full":
             variance = jnp.broadcast_to(1 / precision, shift.shape)
@@ -208,7 +208,7 @@ def _moments(kind: str, factor: Natural) -> tuple[Array, Array]:
 
 
 def _proper(kind: str, factor: Natural) -> Array:
-    @double
+    @in_x64
     def run(precision: Array, shift: Array) -> Array:
         finite = jnp.all(jnp.isfinite(precision)) & jnp.all(jnp.isfinite(shift))
         if kind != "full":
@@ -221,7 +221,7 @@ def _proper(kind: str, factor: Natural) -> Array:
 
 
 def _log_normaliser(kind: str, factor: Natural) -> Array:
-    @double
+    @in_x64
     def run(mean: Array, root: Array, shift: Array) -> Array:
         diagonal = jnp.diagonal(root) if kind == "full" else root
         return 0.5 * mean.shape[0] * LOG_2PI + jnp.sum(jnp.log(jnp.abs(diagonal))) + 0.5 * shift @ mean
@@ -230,7 +230,7 @@ def _log_normaliser(kind: str, factor: Natural) -> Array:
 
 
 def _kl(kind: str, a: Natural, b: Natural) -> Array:
-    @double
+    @in_x64
     def run(mean: Array, root: Array, precision: Array, mean_b: Array, root_b: Array) -> Array:
         d, shift = mean.shape[0], mean_b - mean
         if kind == "full":

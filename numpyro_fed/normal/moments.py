@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_fed.precision import double
+from numpyro_fed.precision import in_x64
 
 Array = Any
 NEARLY_NONE = 1e-8  # identity's share where there is to be no shrinkage: the inverse must exist
@@ -83,7 +83,7 @@ def shrinkage(draws: Array, rho: Any) -> Shrinkage:
     """
     num, d = draws.shape
 
-    @double
+    @in_x64
     def chosen(draws: Array) -> Shrinkage:
         one = jnp.ones(())
         if not isinstance(rho, str) and math.isfinite(rho):
@@ -161,7 +161,7 @@ def delta_of(now: Programme, rho: Any) -> Array:
     return now.delta * (1 + (now.count - 1) * rho)
 
 
-@double
+@in_x64
 def _scanned(theta: Array, draws: Array, shrunk: Shrinkage) -> Array:
     num = draws.shape[0]
     rho = shrunk.c / (num - 1)
@@ -186,7 +186,7 @@ def direct(theta: Array, draws: Array, rho: Any) -> Array:
     """The same by solving d equations, O(d^3)."""
     shrunk = shrinkage(draws, rho)
 
-    @double
+    @in_x64
     def solved(theta: Array, draws: Array, shrunk: Shrinkage) -> Array:
         covariance = jnp.cov(draws.T).reshape(theta.shape[0], theta.shape[0])
         sigma = shrunk.a * (jnp.diag(shrunk.scale**2 * jnp.ones(theta.shape)) + shrunk.c * covariance)
@@ -198,7 +198,7 @@ def direct(theta: Array, draws: Array, rho: Any) -> Array:
 # --- with gradients -------------------------------------------------------------------------------------------------
 
 
-@double
+@in_x64
 def corrected(delta: Array, draws: Array, gradients: Array, shrunk: Shrinkage) -> Array:
     r"""Delta without most of its Monte Carlo error, from the gradients g of minus the log density at the draws.
 
@@ -228,7 +228,7 @@ class Precision(NamedTuple):
     directions: Array  # Q, (r, d)
 
 
-@double
+@in_x64
 def precision(draws: Array, shrunk: Shrinkage, gradients: Array | None = None) -> Precision:
     """Of a shrunk covariance, without differences of large numbers: by the eigenvectors of S~.
 
@@ -266,7 +266,7 @@ def largest(draws: Array, shrunk: Shrinkage, gradients: Array | None = None) -> 
     num, d = draws.shape
     found = None if num <= d else precision(draws, shrunk, gradients)
 
-    @double
+    @in_x64
     def value(shrunk: Shrinkage, found: Precision | None) -> Array:
         if found is None:
             return jnp.max(1 / (shrunk.a * shrunk.scale**2))

@@ -15,7 +15,7 @@ from numpyro.infer import init_to_sample
 
 from numpyro_fed.model.initial import initial
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.normal.families import Natural, Normal
+from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.precision import UNOPTIMISED
 
 Array = Any
@@ -29,7 +29,7 @@ class Prior(NamedTuple):
     log_constant: float  # log p(z) minus the factor's logarithm, where exact
 
 
-def normal_prior(split: SplitModel, family: Normal) -> Prior:
+def normal_prior(split: SplitModel, family: Family) -> Prior:
     """The prior's normal factor, and whether it is the prior itself."""
     d = split.dim
     try:
@@ -50,7 +50,7 @@ def normal_prior(split: SplitModel, family: Normal) -> Prior:
     return Prior(family.project(centre, sd**2), False, 0.0)
 
 
-def _exact(split: SplitModel, family: Normal) -> Prior | None:
+def _exact(split: SplitModel, family: Family) -> Prior | None:
     d = split.dim
     with jax.enable_x64(True):  # no draws are made here, so the model may be traced in float64
         log_prior = lambda z: split.log_prior(z, split.theta)
@@ -85,7 +85,7 @@ def _places(d: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(3, d)) * np.array([[0.3], [1.0], [2.0]])
 
 
-def _dense(log_prior: Callable, d: int, family: Normal) -> np.ndarray | None:
+def _dense(log_prior: Callable, d: int, family: Family) -> np.ndarray | None:
     """The precision, if the log density is quadratic and the family can keep it."""
     hessian = jax.jit(jax.hessian(log_prior), compiler_options=UNOPTIMISED)
     found = np.stack([hessian(jnp.asarray(z)) for z in _places(d)])
@@ -100,7 +100,7 @@ def _dense(log_prior: Callable, d: int, family: Normal) -> np.ndarray | None:
     return -found[0] if family.kind == "full" else _kept(-diagonal, size, family)
 
 
-def _diagonal(log_prior: Callable, d: int, family: Normal) -> np.ndarray | None:
+def _diagonal(log_prior: Callable, d: int, family: Family) -> np.ndarray | None:
     """The same without a matrix, for families without correlations.
 
     A Hessian H is the same everywhere if Hv is, for random v; it is diagonal, D, if H1 = D1 and Hv = Dv.
@@ -115,7 +115,7 @@ def _diagonal(log_prior: Callable, d: int, family: Normal) -> np.ndarray | None:
     return _kept(-diagonal, size, family) if quadratic and alone else None
 
 
-def _kept(precision: np.ndarray, size: float, family: Normal) -> np.ndarray | None:
+def _kept(precision: np.ndarray, size: float, family: Family) -> np.ndarray | None:
     if family.kind == "diagonal":
         return precision
     return np.mean(precision) if np.ptp(precision) <= 1e-9 * size else None

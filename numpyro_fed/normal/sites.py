@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_fed.normal.families import Natural, Normal, product, quotient, summed
-from numpyro_fed.precision import double
+from numpyro_fed.normal.families import Family, Natural, product, summed
+from numpyro_fed.precision import in_x64
 
 Array = Any
 
@@ -36,7 +36,7 @@ def posterior(sites: Sites, tied: bool = False) -> Natural:
 def scaled(changes: Natural, steps: Array) -> Natural:
     """Stacked factors, each to its own power."""
 
-    @double
+    @in_x64
     def run(changes: Natural, steps: Array) -> Natural:
         return jax.tree.map(lambda leaf: steps.reshape(-1, *(1,) * (leaf.ndim - 1)) * leaf, changes)
 
@@ -56,13 +56,13 @@ class Movement(NamedTuple):
     shift: Array  # the largest of a mean, in sds
 
 
-def movement(family: Normal, old: Natural, new: Natural) -> Movement:
+def movement(family: Family, old: Natural, new: Natural) -> Movement:
     """From one proper posterior to another; infinite where one is not proper."""
     both = family.proper(old) & family.proper(new)
     divergence = family.kl(old, new), family.kl(new, old)
     means, sds = (family.mean(old), family.mean(new)), family.sds(new)
 
-    @double
+    @in_x64
     def run(kl: tuple, means: tuple, sds: Array) -> Movement:
         shift = jnp.max(jnp.abs(means[1] - means[0]) / sds)
         divergence = jnp.maximum(kl[0] + kl[1], 0.0)  # rounding
@@ -71,15 +71,10 @@ def movement(family: Normal, old: Natural, new: Natural) -> Movement:
     return run(divergence, means, sds)
 
 
-def move(family: Normal, old: Natural, new: Natural) -> Array:
+def move(family: Family, old: Natural, new: Natural) -> Array:
     """How means and log sds moved, in sds, (2 d,); nothing from or to a posterior that is not proper."""
     means, sds = (family.mean(old), family.mean(new)), (family.sds(old), family.sds(new))
     both = family.proper(old) & family.proper(new)
     with jax.enable_x64(True):
         moved = jnp.concatenate([(means[1] - means[0]) / sds[1], jnp.log(sds[1] / sds[0])])
         return jnp.where(both & jnp.isfinite(moved), moved, 0.0)
-
-
-def cavity(q: Natural, site: Natural) -> Natural:
-    """The posterior without a silo's site."""
-    return quotient(q, site)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from numpyro_fed.normal.families import Natural, Normal, product, summed
+from numpyro_fed.normal.families import Family, Natural, product, summed
 from numpyro_fed.normal.sites import scaled, zeroed
 
 Array = Any
@@ -13,7 +13,7 @@ HALVINGS = 10
 TRUST = 16.0  # a round changes no variance by more than this factor, once every silo has been heard
 
 
-def acceptable(family: Normal, old: Natural, new: Natural, free: Array) -> Array:
+def acceptable(family: Family, old: Natural, new: Natural, free: Array) -> Array:
     """Whether a posterior may follow another: it is proper, and (unless ``free``) it is not a different one altogether.
 
     Noisy messages can be amplified by one another, with sites that grow without bounds and cancel; so a round changes
@@ -30,7 +30,7 @@ def _combined(factor: float, a: Natural, b: Natural) -> Natural:
 
 
 def steps_within(
-    family: Normal, q: Natural, changes: Natural, steps: Array, ok: Array, free: Array | bool = True
+    family: Family, q: Natural, changes: Natural, steps: Array, ok: Array, free: Array | bool = True
 ) -> Array:
     """How much of each change (stacked) the server accepts: ``steps`` if the posterior stays `acceptable`, else less.
 
@@ -84,7 +84,7 @@ def steps_within(
 
 
 def optimised(
-    family: Normal, optim: Any, opt_state: Any, step: Array, q: Natural, changes: Natural, ok: Array, refined: bool
+    family: Family, optim: Any, opt_state: Any, step: Array, q: Natural, changes: Natural, ok: Array, refined: bool
 ) -> tuple[Natural, Any, Array]:
     """The server's optimiser moves q; the sites that were heard move with it, so that their product is still q.
 

@@ -10,7 +10,7 @@ from scipy.special import logsumexp
 
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.precision import double, single
+from numpyro_fed.precision import in_x64, to_user_dtype
 
 if TYPE_CHECKING:
     from numpyro_fed.results.fit import Fit
@@ -109,12 +109,12 @@ class CorrectedMethod:
     def sample_global(self, split: SplitModel, server: Corrected, key: Array) -> Array:
         """One of the points, by its weight."""
 
-        @double
+        @in_x64
         def cumulative(log_weights: Array) -> Array:
             summed = jnp.cumsum(jnp.exp(log_weights))
             return summed / summed[-1]
 
-        steps = single(cumulative(server.log_weights))
+        steps = to_user_dtype(cumulative(server.log_weights))
         index = jnp.searchsorted(steps, jax.random.uniform(key), side="right")
         return server.points[jnp.minimum(index, len(steps) - 1)]
 

@@ -23,10 +23,10 @@ from numpyro_fed.data.inputs import leaves
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines.vmap import Vmap
-from numpyro_fed.local.conditional import Frame
+from numpyro_fed.local.conditional import LocalLaplace
 from numpyro_fed.model.layout import real_rows
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.normal.families import Natural, Normal, as_family, quotient
+from numpyro_fed.normal.families import Family, Natural, as_family, quotient
 from numpyro_fed.results.influence_tables import Conflict, Influence
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _repadded(new: Any, old: Any, rows: dict[str, tuple[np.ndarray, np.ndarray]]
     if not rows:
         return new
     put = lambda name: {g: getattr(new, name)[g].at[rows[g][1]].set(getattr(old, name)[g][rows[g][0]]) for g in rows}
-    return Frame(old.centre, put("loc"), put("coupling"), put("root"), put("curvature"))
+    return LocalLaplace(old.centre, put("loc"), put("coupling"), put("root"), put("curvature"))
 
 
 # --- who moved the posterior, and who disagrees ---------------------------------------------------------------------
@@ -219,7 +219,7 @@ class _Moments(NamedTuple):
     covariance: np.ndarray  # (d, d)
 
 
-def _moments(family: Normal, factor: Natural) -> _Moments | None:
+def _moments(family: Family, factor: Natural) -> _Moments | None:
     """Of a proper factor, float64; None of an improper one."""
     if not bool(family.proper(factor)):
         return None

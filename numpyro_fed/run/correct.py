@@ -32,7 +32,7 @@ from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
-from numpyro_fed.precision import double
+from numpyro_fed.precision import in_x64
 from numpyro_fed.results.correction import Corrected, CorrectedPosterior, Correction
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.importance import pareto_smoothed, proposal
@@ -83,7 +83,7 @@ def correction_round(split: SplitModel, marginal: Marginal, num_points: int) -> 
         places = jnp.arange(num_points), sent.points
         return jax.lax.map(one, places, batch_size=factor.batch_of(num_points)), silo
 
-    @double
+    @in_x64
     def total(messages: Array) -> Array:
         return jnp.sum(messages, axis=0)
 

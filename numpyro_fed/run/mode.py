@@ -24,13 +24,13 @@ from jax.flatten_util import ravel_pytree
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm, Left, Phase
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.keys import digest
-from numpyro_fed.local.conditional import fit_frame
+from numpyro_fed.local.conditional import fit_local_laplace
 from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.newton import newton_step
-from numpyro_fed.precision import double, single
+from numpyro_fed.precision import in_x64, to_user_dtype
 
 Array = Any
 LEAST_CURVATURE = 1e-3  # in units of the diagonal's
@@ -164,7 +164,7 @@ def fit_locals(split: SplitModel, z: Array, theta: dict, silo: LocalStart, data:
     """The locals' normal approximation at z, from the one at another point."""
     if not split.groups:
         return silo
-    frame = fit_frame(split, z, theta, silo.loc, data, LOCAL_STEPS)
+    frame = fit_local_laplace(split, z, theta, silo.loc, data, LOCAL_STEPS)
     # conditional sds: what a guide with independent elements would learn
     return LocalStart(frame.loc, jax.tree.map(jax.lax.rsqrt, frame.curvature), frame.coupling)
 
@@ -193,7 +193,7 @@ def mode_to_warm_start(split: SplitModel, server: ServerState) -> WarmStart:
     """The end of mode finding as a start: its point, and the inverse of its curvature given theta."""
     d = split.dim
 
-    @double
+    @in_x64
     def spread(precision: Array) -> tuple[Array, Array]:
         scale = jax.lax.rsqrt(jnp.maximum(jnp.abs(jnp.diagonal(precision)), 1e-10))
         values, vectors = jnp.linalg.eigh((precision * scale[:, None] * scale)[:d, :d])
@@ -201,6 +201,6 @@ def mode_to_warm_start(split: SplitModel, server: ServerState) -> WarmStart:
         covariance = scale[:d, None] * inverse * scale[:d]
         return jnp.linalg.cholesky(covariance), scale
 
-    chol, scale = single(spread(server.precision))
+    chol, scale = to_user_dtype(spread(server.precision))
     unravel = ravel_pytree(split.theta)[1]
     return WarmStart(server.x[:d], chol, scale[:d], unravel(server.x[d:]), unravel(scale[d:]))

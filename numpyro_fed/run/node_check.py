@@ -15,7 +15,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.local.integrate import Marginal, silo_factor
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal import affine
-from numpyro_fed.normal.families import Natural, Normal
+from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.normal.points import normal_points
 
 Array = Any
@@ -27,7 +27,7 @@ class Message(NamedTuple):
     shift: Array  # (d,): of the posterior's mean by this silo's nodes, in whitened units
 
 
-def node_check(split: SplitModel, family: Normal, marginal: Marginal, posterior: Any) -> FederatedAlgorithm:
+def node_check(split: SplitModel, family: Family, marginal: Marginal, posterior: Any) -> FederatedAlgorithm:
     """One round that asks; its info has the largest shift. ``posterior`` gives q from the method's server state."""
     num = max(POINTS, 2 * split.dim)
     more = marginal._replace(num=2 * marginal.num + 1)
@@ -45,7 +45,7 @@ def node_check(split: SplitModel, family: Normal, marginal: Marginal, posterior:
             at_n, at_more = (one.log_f(z, silo.frame, one.nodes(None)) for one in (fewer, finer))
             return at_n - at_more
 
-        change = jax.lax.map(difference, affine.placed(at, eps), batch_size=finer.batch_of(num))
+        change = jax.lax.map(difference, affine.to_z(at, eps), batch_size=finer.batch_of(num))
         return Message(eps.T @ change / num), silo
 
     def aggregate(messages: Message, cohort: Cohort) -> Array:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.base import Projection, Solver, Tilted
 from numpyro_fed.solvers.gradient import Gradient
 from numpyro_fed.solvers.hmc import HMC, NUTS
 from numpyro_fed.solvers.iasg import IASG
@@ -31,14 +31,14 @@ __all__ = [
     "IASG",
     "NGVI",
     "NUTS",
-    "Ask",
     "Fisher",
     "Gradient",
     "Identity",
     "Importance",
     "Laplace",
     "NaturalGradient",
-    "Solved",
+    "Projection",
     "Solver",
+    "Tilted",
     "as_solver",
 ]

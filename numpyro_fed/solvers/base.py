@@ -4,22 +4,27 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from numpyro_fed.local.integrate import Factor
-from numpyro_fed.normal.families import Natural, Normal
+from numpyro_fed.normal.families import Family, Natural, quotient
 
 Array = Any
 
 
-class Ask(NamedTuple):
-    """The posterior approximation, the silo's own site in it, and how far things have come."""
+class Tilted(NamedTuple):
+    """A tilted distribution, q / site x the silo's factor: all of it but the factor, and how far things have come."""
 
-    family: Normal
+    family: Family
     q: Natural
     site: Natural
-    settling: Array  # bool: not every silo has been heard yet, so q says little
-    near: bool = True  # once settled the tilted distribution is near q; not where sites are tied
+    warming_up: Array  # bool: not every silo has been heard yet, so q says little
+    q_is_close: bool = True  # once settled the tilted distribution is near q; not where sites are tied
+
+    @property
+    def cavity(self) -> Natural:
+        """q without the silo's site."""
+        return quotient(self.q, self.site)
 
 
-class Solved(NamedTuple):
+class Projection(NamedTuple):
     """The family's member nearest to the tilted distribution, q / site x factor."""
 
     natural: Natural
@@ -27,8 +32,8 @@ class Solved(NamedTuple):
     ess: Array  # effective share of the points or draws, 1 where there are none
     ok: Array  # bool: it can be trusted
     frame: Any  # of the locals, where they are looked for next time; private, as all below
-    kept: Any = None  # the locals' mean and covariance given the globals, where the solver found them itself
-    own: Any = ()  # what the solver keeps between rounds
+    local_posterior: Any = None  # the locals' mean and covariance given the globals, where the solver found them itself
+    solver_state: Any = ()  # what the solver keeps between rounds
 
 
 @dataclass(frozen=True)
@@ -47,13 +52,13 @@ class Solver:
         if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 1):
             raise ValueError(f"num_nodes must be an int of at least 1, got {num!r}")
 
-    def step(self, d: int, family: Normal) -> float:
+    def step(self, d: int, family: Family) -> float:
         """The longest stable step."""
         return 1.0
 
-    def start(self, family: Normal, d: int) -> Any:
+    def start(self, family: Family, d: int) -> Any:
         """What the silo keeps between rounds, beside its locals' frame."""
         return ()
 
-    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
+    def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
         raise NotImplementedError

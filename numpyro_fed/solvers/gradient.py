@@ -15,11 +15,11 @@ import optax
 
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
-from numpyro_fed.normal.families import Natural, quotient
+from numpyro_fed.normal.families import Natural
 from numpyro_fed.optim import check_optim
-from numpyro_fed.precision import double, single
+from numpyro_fed.precision import in_x64, to_user_dtype
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.base import Projection, Solver, Tilted
 
 Array = Any
 
@@ -49,22 +49,22 @@ class Gradient(Solver):
             raise ValueError(f"num_steps must be at least 1, got {self.num_steps!r}")
         check_optim(self.optim)
 
-    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
-        family, d = ask.family, ask.q.shift.shape[0]
+    def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
+        family, d = tilted.family, tilted.q.shift.shape[0]
         full = family.kind == "full"
         optim = self.optim or optax.adam(optax.cosine_decay_schedule(0.05, self.num_steps, alpha=0.01))
-        cavity = quotient(ask.q, ask.site)
+        cavity = tilted.cavity
         if d <= self.most_newton:
-            at, frame = newton.begin(ask, factor, frame)
+            at, frame = newton.begin(tilted, factor, frame)
             mean, root = at.mean, at.root if full else affine.sds(at)
         else:
-            mean, root = family.moments(ask.q)
-            proper = family.proper(ask.q)
+            mean, root = family.moments(tilted.q)
+            proper = family.proper(tilted.q)
             with jax.enable_x64(True):
                 mean, root = jnp.where(proper, mean, 0.0), jnp.where(proper, root, 1.0)
-        frame = factor.refit(single(mean), frame, newton.LOCAL_STEPS)
+        frame = factor.refit(to_user_dtype(mean), frame, newton.LOCAL_STEPS)
         a, b = _whitened(cavity, mean, root)
-        here, lower = single((mean, root)), np.tril_indices(d, -1)
+        here, lower = to_user_dtype((mean, root)), np.tril_indices(d, -1)
         rows = frame.loc if factor.eps_shape else {}
         params: dict[str, Any] = {
             "loc": jnp.zeros(d),
@@ -83,11 +83,11 @@ class Gradient(Solver):
             half = jax.random.normal(draw_key, (self.num_particles // 2, d))
             eps = jnp.concatenate([half, -half])
             x = params["loc"] + (eps @ root_x.T if full else eps * root_x)
-            own = _guided(frame, params["rows"])
+            guided = _guided(frame, params["rows"])
 
             def one(x: Array, key: Array) -> Array:
                 z = here[0] + (here[1] @ x if full else here[1] * x)
-                return factor.log_f(z, own, factor.nodes(key))
+                return factor.log_f(z, guided, factor.nodes(key))
 
             value = jnp.mean(jax.vmap(one)(x, jax.random.split(node_key, len(eps))))
             loc = params["loc"]
@@ -110,9 +110,9 @@ class Gradient(Solver):
         found = _natural(family, mean, root, params["loc"], chol(params))
         # a bound on the log integral of the tilted distribution, from the last steps
         log_mean = 0.5 * d - jnp.mean(values[-max(1, self.num_steps // 10) :])
-        value = affine.log_evidence(ask, affine.Coordinates(mean, root), cavity, log_mean)
-        kept = _guided(frame, params["rows"]) if rows else None
-        return Solved(found, value, jnp.ones(()), finite, frame, kept)
+        value = affine.log_evidence(tilted, affine.Coordinates(mean, root), cavity, log_mean)
+        local_posterior = _guided(frame, params["rows"]) if rows else None
+        return Projection(found, value, jnp.ones(()), finite, frame, local_posterior)
 
 
 def _guided(frame: Any, rows: dict) -> Any:
@@ -125,18 +125,18 @@ def _guided(frame: Any, rows: dict) -> Any:
 
 
 def _whitened(cavity: Natural, mean: Array, root: Array) -> tuple[Array, Array]:
-    @double
+    @in_x64
     def run(precision: Array, shift: Array, mean: Array, root: Array) -> tuple[Array, Array]:
         if root.ndim == 2:
             return root.T @ precision @ root, root.T @ (shift - precision @ mean)
         precision = jnp.broadcast_to(precision, shift.shape)
         return root**2 * precision, root * (shift - precision * mean)
 
-    return single(run(cavity.precision, cavity.shift, mean, root))
+    return to_user_dtype(run(cavity.precision, cavity.shift, mean, root))
 
 
 def _natural(family: Any, mean: Array, root: Array, loc: Array, root_x: Array) -> Natural:
-    @double
+    @in_x64
     def run(mean: Array, root: Array, loc: Array, root_x: Array) -> tuple[Array, Array]:
         if root.ndim == 2:
             new = root @ root_x

@@ -25,10 +25,10 @@ from numpyro.infer.hmc import hmc
 
 from numpyro_fed.local.integrate import Factor, moved
 from numpyro_fed.normal import affine
-from numpyro_fed.normal.families import LOG_2PI, quotient
-from numpyro_fed.precision import double, either, single
+from numpyro_fed.normal.families import LOG_2PI
+from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.base import Projection, Solver, Tilted
 
 Array = Any
 LENGTH = 1.5  # of a trajectory, in sds: near a quarter of a period, where draws are nearly independent
@@ -90,10 +90,10 @@ class HMC(Solver):
         draws, accepted = jax.vmap(chain)(jax.random.split(key, self.num_chains), begin)
         return draws, jnp.mean(accepted)
 
-    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
-        d = ask.q.shift.shape[0]
-        nodes, cavity = factor.nodes(None), ask.family.dense(quotient(ask.q, ask.site))
-        begin, frame = newton.begin(ask, factor, frame)
+    def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
+        d = tilted.q.shift.shape[0]
+        nodes, cavity = factor.nodes(None), tilted.family.dense(tilted.cavity)
+        begin, frame = newton.begin(tilted, factor, frame)
         eps_like = {g: jnp.zeros(shape) for g, shape in factor.eps_shape.items()} if factor.sampled else {}
         flat, unravel = ravel_pytree(eps_like)
         size = flat.shape[0]
@@ -102,10 +102,10 @@ class HMC(Solver):
         step_size = self.step_size or (0.7 if not size else 0.35 * min(1.0, (1000 / (d + size)) ** 0.25))
 
         def density_in(at: affine.Coordinates, frame: Any) -> Any:
-            quadratic = affine.seen_from(at, cavity)
+            quadratic = affine.pull_back(at, cavity)
 
             def density(y: Array) -> Array:
-                z = affine.placed(at, y[:d])
+                z = affine.to_z(at, y[:d])
                 silo = factor.joint(z, frame, unravel(y[d:])) if size else factor.log_f(z, frame, nodes)
                 return quadratic(y[:d]) + silo
 
@@ -117,8 +117,8 @@ class HMC(Solver):
         def attempt(now: _Drawn) -> _Drawn:
             """In coordinates that do not fit, draws are poor; but they say how to change the coordinates."""
             again = now.count > 0
-            at = either(again, affine.lower(affine.moved(now.at, now.mean, _root(now.cov))), now.at)
-            frame = factor.refit(single(at.mean), now.frame, newton.LOCAL_STEPS)
+            at = tree_where(again, affine.with_lower_root(affine.compose(now.at, now.mean, _root(now.cov))), now.at)
+            frame = factor.refit(to_user_dtype(at.mean), now.frame, newton.LOCAL_STEPS)
             step = jnp.where(again & (now.accepted < POOR), 0.5, 1.0) * now.step
             draws, accepted = self.draw(draw_key, density_in(at, frame), places, step)
             draws = draws.reshape(-1, d + size)
@@ -155,16 +155,16 @@ class HMC(Solver):
         # E[log tilted - log normal] over the draws: the log integral, too large by KL(tilted || normal)
         log_mean = jnp.mean(values) + 0.5 * (d + size) + 0.5 * jnp.linalg.slogdet(cov)[1]
         log_mean = log_mean + (0.5 * size * LOG_2PI if size else 0.0)
-        found = affine.lower(affine.moved(at, mean, _root(cov)))
+        found = affine.with_lower_root(affine.compose(at, mean, _root(cov)))
         fine = jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(cov)) & (accepted > 0.3)
-        kept = None
+        local_posterior = None
         if size:
             eps = jax.vmap(unravel)(draws[:, d:])
             centre = jax.tree.map(lambda e: jnp.mean(e, axis=0), eps)
             second = {g: jnp.einsum("sri,srj->rij", e - centre[g], e - centre[g]) / len(e) for g, e in eps.items()}
-            kept = moved(frame, centre, second)
-        value = affine.log_evidence(ask, at, cavity, log_mean)
-        return Solved(affine.kept(ask.family, found), value, accepted, fine, frame, kept)
+            local_posterior = moved(frame, centre, second)
+        value = affine.log_evidence(tilted, at, cavity, log_mean)
+        return Projection(affine.to_family(tilted.family, found), value, accepted, fine, frame, local_posterior)
 
 
 class _Drawn(NamedTuple):
@@ -225,7 +225,7 @@ def _floored(cov: Array) -> Array:
     return (vectors * jnp.maximum(values, FLOOR)) @ vectors.T
 
 
-@double
+@in_x64
 def _root(cov: Array) -> Array:
     return jnp.linalg.cholesky(0.5 * (cov + cov.T))
 

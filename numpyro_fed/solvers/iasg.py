@@ -10,7 +10,7 @@ from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.curvature import LEAST, largest_curvature, row_norms
 from numpyro_fed.normal.families import Natural
-from numpyro_fed.solvers.base import Ask
+from numpyro_fed.solvers.base import Tilted
 from numpyro_fed.solvers.linear import Linear, moved, place_at
 
 Array = Any
@@ -46,7 +46,7 @@ class IASG(Linear):
     name = "iasg"
 
     def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+        self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
     ) -> Natural:
         curve_key, power_key, begin_key, key = jax.random.split(key, 4)
         place = place_at(at, cavity, factor, frame)
@@ -87,4 +87,4 @@ class IASG(Linear):
         variance = (1 - shrinkage) * variance + shrinkage * centre
         at = moved(at, mean, jnp.sqrt(variance))
         with jax.enable_x64(True):
-            return ask.family.project(at.mean, at.root**2)
+            return tilted.family.project(at.mean, at.root**2)

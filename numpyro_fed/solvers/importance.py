@@ -22,11 +22,10 @@ from jax.scipy.special import logsumexp
 
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
-from numpyro_fed.normal.families import quotient
 from numpyro_fed.normal.points import enough_points, normal_points, stable_step
-from numpyro_fed.precision import double, either, single
+from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.base import Projection, Solver, Tilted
 
 Array = Any
 TRIES = 5
@@ -52,28 +51,28 @@ class Importance(Solver):
         full = family.kind == "full"
         return stable_step(d, self.points(d, full), full)
 
-    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
-        family, d = ask.family, ask.q.shift.shape[0]
+    def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
+        family, d = tilted.family, tilted.q.shift.shape[0]
         full = family.kind == "full"
         eps = jnp.asarray(normal_points(d, self.points(d, full)), jnp.zeros(()).dtype)
-        cavity = family.dense(quotient(ask.q, ask.site))
+        cavity = family.dense(tilted.cavity)
         nodes = factor.nodes(None)
         # a family that cannot keep the tilted's correlations leaves that to the silo
-        known = None if full else either(ask.settling, affine.coordinates(family, ask.q), own)
-        begin, frame = newton.begin(ask, factor, frame, known)
-        least = 1 if full and ask.near else 3  # where q is not what it should be, the proposal has to be found
+        known = None if full else tree_where(tilted.warming_up, affine.coordinates(family, tilted.q), solver_state)
+        begin, frame = newton.begin(tilted, factor, frame, known)
+        least = 1 if full and tilted.q_is_close else 3  # where q is not what it should be, the proposal has to be found
 
-        enough = jnp.where(ask.settling, ENOUGH, BARELY)
+        enough = jnp.where(tilted.warming_up, ENOUGH, BARELY)
 
         def unfinished(carry: _Try) -> Array:
             return (carry.count < TRIES) & ((carry.count < least) | (carry.ess < enough))
 
         def attempt(carry: _Try) -> _Try:
             again = (carry.count > 0) & (carry.ess < enough)
-            at = affine.moved(carry.at, jnp.zeros(d), jnp.where(again, INFLATION**0.5, 1.0) * jnp.eye(d))
-            frame = factor.refit(single(at.mean), carry.frame, newton.LOCAL_STEPS)
-            quadratic = affine.seen_from(at, cavity)
-            places = affine.placed(at, eps)
+            at = affine.compose(carry.at, jnp.zeros(d), jnp.where(again, INFLATION**0.5, 1.0) * jnp.eye(d))
+            frame = factor.refit(to_user_dtype(at.mean), carry.frame, newton.LOCAL_STEPS)
+            quadratic = affine.pull_back(at, cavity)
+            places = affine.to_z(at, eps)
             log_f = jax.lax.map(lambda z: factor.log_f(z, frame, nodes), places, batch_size=factor.batch_of(len(eps)))
             log_w = jax.vmap(lambda x: quadratic(x))(eps) + log_f + 0.5 * jnp.sum(eps**2, axis=1)
             log_w = jnp.where(jnp.isfinite(log_w), log_w, -jnp.inf)
@@ -85,16 +84,17 @@ class Importance(Solver):
             # few effective points make a covariance that is too small in most directions
             few = jnp.clip(1 - ess / (4.0 * d), 0.0, 1.0)
             cov = (1 - few) * cov + few * jnp.eye(d)
-            found = affine.lower(affine.moved(at, mean, _root(cov)))
-            value = affine.log_evidence(ask, at, cavity, logsumexp(log_w) - np.log(len(eps)))
+            found = affine.with_lower_root(affine.compose(at, mean, _root(cov)))
+            value = affine.log_evidence(tilted, at, cavity, logsumexp(log_w) - np.log(len(eps)))
             return _Try(found, frame, ess / len(eps), value, carry.count + 1)
 
         first = _Try(begin, frame, jnp.zeros(()), jnp.zeros(()), jnp.zeros((), int))
         last = jax.lax.while_loop(unfinished, attempt, first)
         ok = last.ess * len(eps) >= 2 * d
-        kept = affine.kept(family, last.at)
-        again = either(ok, last.at, affine.coordinates(family, ask.q))  # what failed is not where to begin next time
-        return Solved(kept, last.value, last.ess, ok, last.frame, own=() if full else again)
+        natural = affine.to_family(family, last.at)
+        # what failed is not where to begin next time
+        again = tree_where(ok, last.at, affine.coordinates(family, tilted.q))
+        return Projection(natural, last.value, last.ess, ok, last.frame, solver_state=() if full else again)
 
     def start(self, family: Any, d: int) -> Any:
         if family.kind == "full":
@@ -111,6 +111,6 @@ class _Try(NamedTuple):
     count: Array
 
 
-@double
+@in_x64
 def _root(cov: Array) -> Array:
     return jnp.linalg.cholesky(0.5 * (cov + cov.T))

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
-from numpyro_fed.normal.families import quotient
-from numpyro_fed.precision import single
+from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.base import Projection, Solver, Tilted
 
 Array = Any
 
@@ -21,11 +20,12 @@ class Laplace(Solver):
 
     name = "laplace"
 
-    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
-        nodes, cavity = factor.nodes(None), ask.family.dense(quotient(ask.q, ask.site))
+    def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
+        nodes, cavity = factor.nodes(None), tilted.family.dense(tilted.cavity)
         at, frame, converged = newton.newton(
-            factor, cavity, affine.coordinates(ask.family, ask.q), frame, nodes, jnp.asarray(newton.NEWTON_STEPS)
+            factor, cavity, affine.coordinates(tilted.family, tilted.q), frame, nodes, jnp.asarray(newton.NEWTON_STEPS)
         )
-        log_mean = factor.log_f(single(at.mean), frame, nodes)  # over a normal in x the curvature integrates to one
-        value = affine.log_evidence(ask, at, cavity, log_mean)
-        return Solved(affine.kept(ask.family, at), value, jnp.ones(()), converged, frame)
+        # over a normal in x the curvature integrates to one
+        log_mean = factor.log_f(to_user_dtype(at.mean), frame, nodes)
+        value = affine.log_evidence(tilted, at, cavity, log_mean)
+        return Projection(affine.to_family(tilted.family, at), value, jnp.ones(()), converged, frame)

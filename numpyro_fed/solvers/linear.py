@@ -35,11 +35,11 @@ import optax
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.curvature import LEAST, curvature
-from numpyro_fed.normal.families import Natural, Normal, quotient
+from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.optim import check_optim
-from numpyro_fed.precision import double, single
+from numpyro_fed.precision import in_x64, to_user_dtype
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.base import Projection, Solver, Tilted
 
 Array = Any
 PEAK, FLOOR = 0.1, 1e-4  # of the default optimiser's steps, in sds of q
@@ -91,7 +91,7 @@ class Linear(Solver):
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"batch_size must be an int of at least 1, got {size!r}")
 
-    def start(self, family: Normal, d: int) -> Any:
+    def start(self, family: Family, d: int) -> Any:
         if family.kind == "full":
             raise ValueError(
                 f"solver={self.name!r} finds variances, no correlations: pass family='diagonal' (or 'identity'), or a "
@@ -99,28 +99,28 @@ class Linear(Solver):
             )
         return ()
 
-    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
-        cavity = quotient(ask.q, ask.site)
+    def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
+        cavity = tilted.cavity
         begin, variance_key = jax.random.split(key)
-        at, frame = self._mode(begin, ask, cavity, factor, frame)
-        found = self._found(variance_key, ask, cavity, factor, at, frame)
-        mean, sds = ask.family.moments(found)
+        at, frame = self._mode(begin, tilted, cavity, factor, frame)
+        found = self._found(variance_key, tilted, cavity, factor, at, frame)
+        mean, sds = tilted.family.moments(found)
         value = affine.log_evidence(
-            ask, affine.Coordinates(mean, sds), cavity, factor.log_f(single(mean), frame, factor.nodes(None))
+            tilted, affine.Coordinates(mean, sds), cavity, factor.log_f(to_user_dtype(mean), frame, factor.nodes(None))
         )
-        return Solved(found, value, jnp.ones(()), ask.family.proper(found), frame)
+        return Projection(found, value, jnp.ones(()), tilted.family.proper(found), frame)
 
     def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+        self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
     ) -> Natural:
         """The projection, given the mode and the locals' frame there."""
         raise NotImplementedError
 
     def _mode(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, frame: Any
+        self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, frame: Any
     ) -> tuple[affine.Coordinates, Any]:
         """The tilted distribution's mode, in units of q's sds."""
-        at = _coordinates(ask.family, ask.q)
+        at = _coordinates(tilted.family, tilted.q)
         legs = LEGS if factor.eps_shape else 1
         steps = -(-self.num_steps // legs)
         optim = self.optim or optax.adam(optax.cosine_decay_schedule(PEAK, legs * steps, alpha=FLOOR / PEAK), b2=0.95)
@@ -141,11 +141,11 @@ class Linear(Solver):
             (x, state), _ = jax.lax.scan(step, (x, state), keys)
             return (x, state, frame), None
 
-        x = affine.near_zero(ask.q.shift.shape[0])
+        x = affine.near_zero(tilted.q.shift.shape[0])
         keys = jax.random.split(key, (legs, steps))
         (x, _, frame), _ = jax.lax.scan(leg, (x, optim.init(x), frame), keys)
         at = moved(at, x, jnp.ones_like(x))
-        return at, factor.refit(single(at.mean), frame, newton.LOCAL_STEPS)
+        return at, factor.refit(to_user_dtype(at.mean), frame, newton.LOCAL_STEPS)
 
 
 @dataclass(frozen=True)
@@ -169,13 +169,13 @@ class Identity(Linear):
             raise ValueError(f"scale is the precision of one observation, a positive number, got {self.scale!r}")
 
     def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+        self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
     ) -> Natural:
         if factor.num_obs is None:  # the server's prior holds no observations
             place = place_at(at, cavity, factor, frame)
-            return _natural(ask.family, at, cavity, curvature(key, place.log_f, at.mean.shape))
-        information = jnp.broadcast_to(self.scale * factor.num_obs(), at.mean.shape) * single(at.root) ** 2
-        return _natural(ask.family, at, cavity, information)
+            return _natural(tilted.family, at, cavity, curvature(key, place.log_f, at.mean.shape))
+        information = jnp.broadcast_to(self.scale * factor.num_obs(), at.mean.shape) * to_user_dtype(at.root) ** 2
+        return _natural(tilted.family, at, cavity, information)
 
 
 @dataclass(frozen=True)
@@ -193,10 +193,10 @@ class Fisher(Linear):
     name = "fisher"
 
     def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+        self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
     ) -> Natural:
         place = place_at(at, cavity, factor, frame)
-        return _natural(ask.family, at, cavity, _information(key, factor, place, self.num_draws))
+        return _natural(tilted.family, at, cavity, _information(key, factor, place, self.num_draws))
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class NGVI(Linear):
     name = "ngvi"
 
     def _found(
-        self, key: Array, ask: Ask, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
+        self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any
     ) -> Natural:
         start_key, key = jax.random.split(key)
         place = place_at(at, cavity, factor, frame)
@@ -254,13 +254,13 @@ class NGVI(Linear):
         given = jnp.arange(self.num_updates), jax.random.split(key, self.num_updates)
         (x, information, _), _ = jax.lax.scan(update, (x, information * scale**2, optim.init(x)), given)
         at = moved(at, x, jnp.ones_like(x))
-        return _natural(ask.family, at, cavity, information, mean_of_precisions=True)
+        return _natural(tilted.family, at, cavity, information, mean_of_precisions=True)
 
 
 # --- coordinates ----------------------------------------------------------------------------------------------------
 
 
-def _coordinates(family: Normal, q: Natural) -> affine.Coordinates:
+def _coordinates(family: Family, q: Natural) -> affine.Coordinates:
     """Those of q, without a matrix; where q is improper the model's own."""
     mean, sds = family.moments(q)
     proper = family.proper(q)
@@ -268,35 +268,35 @@ def _coordinates(family: Normal, q: Natural) -> affine.Coordinates:
         return affine.Coordinates(jnp.where(proper, mean, 0.0), jnp.where(proper, sds, 1.0))
 
 
-@double
+@in_x64
 def moved(at: affine.Coordinates, x: Array, scale: Array) -> affine.Coordinates:
     return affine.Coordinates(at.mean + at.root * x, at.root * scale)
 
 
 def _here(at: affine.Coordinates, x: Array) -> Array:
-    here = single(at)
+    here = to_user_dtype(at)
     return here.mean + here.root * x
 
 
 def place_at(at: affine.Coordinates, cavity: Natural, factor: Factor, frame: Any) -> Place:
     nodes = factor.nodes(None)
 
-    @double
+    @in_x64
     def seen(at: affine.Coordinates, cavity: Natural) -> tuple[Array, Array]:
         return at.root**2 * cavity.precision, at.root * (cavity.shift - cavity.precision * at.mean)
 
     def log_f(x: Array) -> Array:
         return factor.log_f(_here(at, x), frame, nodes)
 
-    return Place(at, frame, log_f, *single(seen(at, cavity)))
+    return Place(at, frame, log_f, *to_user_dtype(seen(at, cavity)))
 
 
 def _natural(
-    family: Normal, at: affine.Coordinates, cavity: Natural, information: Array, mean_of_precisions: bool = False
+    family: Family, at: affine.Coordinates, cavity: Natural, information: Array, mean_of_precisions: bool = False
 ) -> Natural:
     """The normal at m whose precision is the cavity's and the information, which is in units of ``at``."""
 
-    @double
+    @in_x64
     def run(at: affine.Coordinates, cavity: Natural, information: Array) -> Natural:
         precision = cavity.precision + information / at.root**2
         if family.kind == "identity":
@@ -313,7 +313,7 @@ def _squared(key: Array, factor: Factor, place: Place, x: Array) -> Array:
     """One term of the diagonal Fisher information at x, in units of ``place``."""
     if factor.redrawn is None:  # the server's prior: its own curvature
         return curvature(key, lambda away: place.log_f(x + away), x.shape, 1)
-    return (single(place.at.root) * factor.redrawn(key, _here(place.at, x), place.frame)) ** 2
+    return (to_user_dtype(place.at.root) * factor.redrawn(key, _here(place.at, x), place.frame)) ** 2
 
 
 def _information(key: Array, factor: Factor, place: Place, num_draws: int) -> Array:

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
-from numpyro_fed.normal.families import Natural, Normal, quotient
+from numpyro_fed.normal.families import Family, Natural, quotient
 from numpyro_fed.normal.points import normal_points
-from numpyro_fed.precision import double, either, single
+from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Ask, Solved, Solver
+from numpyro_fed.solvers.base import Projection, Solver, Tilted
 
 Array = Any
 HALVINGS = 10
@@ -45,26 +45,26 @@ class NaturalGradient(Solver):
     rate: float = 1.0
     name = "natural"
 
-    def solve(self, key: Array, ask: Ask, factor: Factor, frame: Any, own: Any) -> Solved:
-        family, d = ask.family, ask.q.shift.shape[0]
+    def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
+        family, d = tilted.family, tilted.q.shift.shape[0]
         num = max(self.num_points + self.num_points % 2, 4 * d)
         eps = jnp.asarray(normal_points(d, num), jnp.zeros(()).dtype)
-        cavity = quotient(ask.q, ask.site)
+        cavity = tilted.cavity
         # the same in every round, so that the map is deterministic, and the same at x and -x, whose difference is the
         # curvature: the draws' noise cancels in it
         half = jax.random.split(jax.random.key(1), num // 2)
         keys = jnp.concatenate([half, half])
-        at, frame = newton.begin(ask, factor, frame)
-        begin = either(ask.settling, _nearest(family, at), ask.q)
+        at, frame = newton.begin(tilted, factor, frame)
+        begin = tree_where(tilted.warming_up, _nearest(family, at), tilted.q)
 
         def improve(_: Any, now: _Now) -> _Now:
             at = affine.coordinates(family, now.q)
-            frame = factor.refit(single(at.mean), now.frame, newton.LOCAL_STEPS)
+            frame = factor.refit(to_user_dtype(at.mean), now.frame, newton.LOCAL_STEPS)
 
             def one(given: tuple) -> tuple[Array, Array]:
                 key, x = given
                 nodes = factor.nodes(key)
-                return jax.value_and_grad(lambda x: factor.log_f(affine.placed(at, x), frame, nodes))(x)
+                return jax.value_and_grad(lambda x: factor.log_f(affine.to_z(at, x), frame, nodes))(x)
 
             values, gradients = jax.lax.map(one, (keys, eps), batch_size=factor.batch_of(num))
             found = _site(family, at, -(gradients.T @ eps) / num, jnp.mean(gradients, axis=0))
@@ -79,26 +79,26 @@ class NaturalGradient(Solver):
             tries = jax.vmap(at_rate)(jnp.arange(HALVINGS + 1))
             proper = jax.vmap(family.proper)(tries)
             first = jnp.argmax(proper)
-            new = either(jnp.any(proper), jax.tree.map(lambda t: t[first], tries), now.q)
-            mean_site = _expected(affine.seen_from(at, family.dense(found)), at, family.dense(found))
+            new = tree_where(jnp.any(proper), jax.tree.map(lambda t: t[first], tries), now.q)
+            mean_site = _expected(affine.pull_back(at, family.dense(found)), at, family.dense(found))
             value = jnp.mean(values) - mean_site
             return _Now(new, frame, value, now.fine & jnp.any(proper))
 
         last = jax.lax.fori_loop(0, self.num_steps, improve, _Now(begin, frame, jnp.zeros(()), jnp.ones((), bool)))
         fine = last.fine & family.proper(begin)
-        return Solved(last.q, last.value, jnp.ones(()), fine, last.frame)
+        return Projection(last.q, last.value, jnp.ones(()), fine, last.frame)
 
 
-def _nearest(family: Normal, at: affine.Coordinates) -> Natural:
+def _nearest(family: Family, at: affine.Coordinates) -> Natural:
     """The normal's nearest member of the family by KL(member || normal): conditional variances are kept."""
     with jax.enable_x64(True):
         return restricted(family, affine.natural(at).precision, jnp.zeros_like(at.mean), at.mean)
 
 
-def restricted(family: Normal, precision: Array, slope: Array, mean: Array) -> Natural:
+def restricted(family: Family, precision: Array, slope: Array, mean: Array) -> Natural:
     """What the family keeps of a curvature and a slope at a point."""
 
-    @double
+    @in_x64
     def run(precision: Array, slope: Array, mean: Array) -> Natural:
         if family.kind == "full":
             return Natural(precision, slope + precision @ mean)
@@ -109,8 +109,8 @@ def restricted(family: Normal, precision: Array, slope: Array, mean: Array) -> N
     return run(precision, slope, mean)
 
 
-def _site(family: Normal, at: affine.Coordinates, precision: Array, slope: Array) -> Natural:
-    @double
+def _site(family: Family, at: affine.Coordinates, precision: Array, slope: Array) -> Natural:
+    @in_x64
     def run(precision: Array) -> Array:
         return 0.5 * (precision + precision.T)
 
@@ -118,7 +118,7 @@ def _site(family: Normal, at: affine.Coordinates, precision: Array, slope: Array
     return restricted(family, found.precision, _difference(found, at.mean), at.mean)
 
 
-@double
+@in_x64
 def _difference(factor: Natural, mean: Array) -> Array:
     return factor.shift - factor.precision @ mean
 
@@ -126,8 +126,8 @@ def _difference(factor: Natural, mean: Array) -> Array:
 def _expected(quadratic: affine.Quadratic, at: affine.Coordinates, site: Natural) -> Array:
     """E[log site] under the normal of ``at``."""
 
-    @double
+    @in_x64
     def const(at: affine.Coordinates, site: Natural) -> Array:
         return site.shift @ at.mean - 0.5 * at.mean @ site.precision @ at.mean
 
-    return single(const(at, site)) - 0.5 * jnp.trace(quadratic.precision)
+    return to_user_dtype(const(at, site)) - 0.5 * jnp.trace(quadratic.precision)

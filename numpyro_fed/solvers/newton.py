@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_fed.local.integrate import Factor
-from numpyro_fed.normal.affine import Coordinates, coordinates, lower, moved, near_zero, placed, seen_from
-from numpyro_fed.normal.families import Natural, quotient
+from numpyro_fed.normal.affine import Coordinates, compose, coordinates, near_zero, pull_back, to_z, with_lower_root
+from numpyro_fed.normal.families import Natural
 from numpyro_fed.normal.newton import newton_step
-from numpyro_fed.precision import double, either
-from numpyro_fed.solvers.base import Ask
+from numpyro_fed.precision import in_x64, tree_where
+from numpyro_fed.solvers.base import Tilted
 
 Array = Any
 NEWTON_STEPS = 40
@@ -40,16 +40,16 @@ def newton(
     changes. Curvatures enter by their absolute values. Also returned: whether it converged.
     """
     d = at.mean.shape[0]
-    quadratic = seen_from(at, cavity)
+    quadratic = pull_back(at, cavity)
 
     def density(x: Array, frame: Any) -> Array:
-        return quadratic(x) + factor.log_f(placed(at, x), frame, nodes)
+        return quadratic(x) + factor.log_f(to_z(at, x), frame, nodes)
 
     def unfinished(step: _Step) -> Array:
         return (step.count < limit) & (step.gain > CONVERGED)
 
     def improve(step: _Step) -> _Step:
-        frame = factor.refit(placed(at, step.trial), step.frame, LOCAL_STEPS)
+        frame = factor.refit(to_z(at, step.trial), step.frame, LOCAL_STEPS)
 
         def slope(x: Array) -> tuple[Array, tuple]:
             value, gradient = jax.value_and_grad(density)(x, frame)
@@ -86,30 +86,30 @@ def newton(
     # the last step was worth less than CONVERGED, but a normal likelihood's mode is exact only after it
     x = jnp.where(last.gain <= CONVERGED, last.trial, last.x)
 
-    @double
+    @in_x64
     def curved(precision: Array) -> Array:
         scale = jax.lax.rsqrt(jnp.maximum(jnp.abs(jnp.diagonal(precision)), 1e-10))
         values, vectors = jnp.linalg.eigh(precision * scale[:, None] * scale)
         values = jnp.maximum(jnp.abs(values), FLOOR)
         return jnp.linalg.cholesky(scale[:, None] * ((vectors / values) @ vectors.T) * scale)
 
-    found = lower(moved(at, x, curved(last.precision)))
+    found = with_lower_root(compose(at, x, curved(last.precision)))
     searched = last.count > 0
     return (
-        either(searched, found, at),
+        tree_where(searched, found, at),
         last.frame,
         jnp.where(searched, last.gain <= 10 * CONVERGED, True),
     )
 
 
-def begin(ask: Ask, factor: Factor, frame: Any, at: Coordinates | None = None) -> tuple[Coordinates, Any]:
+def begin(tilted: Tilted, factor: Factor, frame: Any, at: Coordinates | None = None) -> tuple[Coordinates, Any]:
     """Where a solver begins: at q (or ``at``), or, until every silo has been heard, at the tilted mode."""
     found, frame, _ = newton(
         factor,
-        ask.family.dense(quotient(ask.q, ask.site)),
-        coordinates(ask.family, ask.q) if at is None else at,
+        tilted.family.dense(tilted.cavity),
+        coordinates(tilted.family, tilted.q) if at is None else at,
         frame,
         factor.nodes(None),
-        jnp.where(ask.settling, NEWTON_STEPS, 0),
+        jnp.where(tilted.warming_up, NEWTON_STEPS, 0),
     )
     return found, frame
