@@ -148,7 +148,7 @@ def site_rounds(
         frame, kept = keep(found.frame, silo.frame), silo.kept
         if split.groups:
             kept = (
-                factor.moments(frame.centre, frame, factor.nodes(None)) if found.local_posterior is None else found.kept
+                factor.moments(frame.centre, frame, factor.nodes(None)) if found.local_posterior is None else found.local_posterior
             )
             kept = keep(kept, silo.kept)
         value = jnp.where(jnp.isfinite(found.value), found.value, 0.0)
