@@ -27,7 +27,7 @@ from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.results.correction import Correction
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.influence_tables import Conflict, Influence
-from numpyro_fed.results.storage import load
+from numpyro_fed.results.load import load
 
 __all__ = [
     "EP",

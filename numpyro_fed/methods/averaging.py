@@ -29,6 +29,7 @@ from numpyro_fed.local import minibatch
 from numpyro_fed.local.bound import Weighting
 from numpyro_fed.local.walk import Flat, Steps, Walk, flat
 from numpyro_fed.methods.base import Method
+from numpyro_fed.methods.fedpa_posterior import NEAR_ZERO, PointPosterior
 from numpyro_fed.model.initial import initial
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import PartitionError
@@ -38,7 +39,6 @@ from numpyro_fed.run import warm_start
 from numpyro_fed.run.prepare import Prepared
 
 Array = Any
-NEAR_ZERO = 0.1  # sd of the location where nobody says where to begin
 FORGET = 0.9  # of the curvatures heard of, in a round
 STEP, SMALL_STEP = 1.0, 0.2  # over the largest curvature: with all of the silo's rows, with minibatches
 
@@ -351,36 +351,10 @@ class Averaging(Method):
             warnings.warn(f"{name} has one silo, so there is nothing to average: nf.SFVI(model) fits it", stacklevel=3)
         return server
 
-    def reordered(self, server: Server, order: list[int]) -> Server:
-        return server._replace(posterior=())  # a run that goes on looks for it anew
-
     def adopt(self, split: SplitModel, server: Server, silos: tuple, found: warm_start.Found) -> tuple[Server, tuple]:
         like = lambda new, old: jnp.asarray(new, old.dtype)
         theta = jax.tree.map(like, found.theta, server.theta) if found.theta else server.theta
         return server._replace(z=like(found.loc, server.z), theta=theta), silos
 
-    def found(self, split: SplitModel, server: Server, silos: tuple) -> warm_start.Found:
-        """A point as the start of another method."""
-        return warm_start.Found(server.z, None, jnp.full(server.z.shape, NEAR_ZERO), server.theta, {}, ())
-
-    # --- what a fit asks for ----------------------------------------------------------------------------------------
-
-    def mode(self, split: SplitModel, server: Server) -> Array:
-        """The unconstrained globals at the server's point."""
-        return server.z
-
-    def theta(self, server: Server) -> dict[str, Any]:
-        return server.theta
-
-    def sample_global(self, split: SplitModel, server: Server, key: Array) -> Array:
-        """A point estimate has one value, whatever the key."""
-        return server.z
-
-    def sample_local(self, split: SplitModel, server: Server, silo: Any, *rest: Any) -> dict[str, Array]:
-        return {}
-
-    def point(self, split: SplitModel, server: Server, silo: Any, data: SiloData) -> tuple[Any, dict, dict]:
-        return server.z, {}, server.theta
-
-    def weighting(self, split: SplitModel, stack: Stack) -> None:
-        return None
+    def posterior_of(self, split: SplitModel, survey: Any = None) -> PointPosterior:
+        return PointPosterior(split)

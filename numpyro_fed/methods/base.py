@@ -8,6 +8,7 @@ and returns a :class:`~numpyro_fed.results.fit.Fit`.
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed import schedules
-from numpyro_fed.algorithm import FederatedAlgorithm
+from numpyro_fed.algorithm import FederatedAlgorithm, Posterior
 from numpyro_fed.checks import check_key
 from numpyro_fed.data.inputs import leaves
-from numpyro_fed.data.padding import SiloData, shared_arrays
+from numpyro_fed.data.padding import shared_arrays
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.stack import Source, Stack, stack
 from numpyro_fed.data.store import SiloStore
@@ -29,7 +30,9 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.support import check_support
 from numpyro_fed.model.trace import Model, PartitionError
 from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.state import Again, Fresh, State
 from numpyro_fed.run import warm_start
+from numpyro_fed.run.correct import correct
 from numpyro_fed.run.prepare import Prepared
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import as_schedule
@@ -82,10 +85,6 @@ class Method:
         """States that start from what mode finding or another fit found."""
         raise NotImplementedError
 
-    def point(self, split: SplitModel, server: Any, silo: Any, data: SiloData) -> tuple[Any, dict, dict]:
-        """A typical z_G, z_L and theta at these states, where a non-finite loss is looked into."""
-        raise NotImplementedError
-
     @property
     def steps_per_round(self) -> int:
         """How much work a round is: so many steps of an optimiser."""
@@ -100,10 +99,6 @@ class Method:
 
     def with_schedule(self, prepared: Prepared, server: Any, schedule: Any, names: tuple[str, ...]) -> Any:
         """A server state whose steps suit the schedule."""
-        return server
-
-    def reordered(self, server: Any, order: list[int]) -> Any:
-        """A server state whose silos come in another order (or are fewer)."""
         return server
 
     effort = "most"  # of the compiler: "some" where a run has few rounds
@@ -137,6 +132,19 @@ class Method:
 
     def conclude(self, prepared: Prepared, info: dict[str, np.ndarray]) -> None:
         """Says what the closing round found."""
+
+    def doubts(self, server: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Why the posterior at the end of a run is to be doubted."""
+        return ()
+
+    def posterior_of(self, split: SplitModel, survey: Any = None) -> Posterior:
+        """How draws are made from the method's states; ``survey`` is how the silos' rows lie, if that is known."""
+        raise NotImplementedError
+
+    def again(self, engine: Any = None) -> Again:
+        """How a fit of this method runs again, on the engine it was made on."""
+        engine = Vmap() if engine is None else engine
+        return Again(partial(_fresh, self, engine), partial(_run, self, engine), partial(correct, engine=engine))
 
     # --- run --------------------------------------------------------------------------------------------------------
 
@@ -228,6 +236,20 @@ class Method:
             server, states, first = runner.resume(init_state, num_rounds)
         server = self.with_schedule(prepared, server, schedule, names)
         return runner.rounds(server, states, first, num_rounds, schedule)
+
+
+def _fresh(method: Method, engine: Any, rng_key: Any, silos: Silos) -> Fresh:
+    """States of a run on these silos, before its first round."""
+    prepared, stacked = method.ready(silos)
+    server, states = engine.start(prepared.algorithm, rng_key, stacked)
+    buckets = tuple(bucket.names for bucket in stacked.buckets)
+    state = State(type(method).__name__, stacked.names, buckets, server, states, 0)
+    padded = tuple({axis: rows.shape[-1] for axis, rows in bucket.mask.items()} for bucket in stacked.buckets)
+    return Fresh(prepared.split, state, padded)
+
+
+def _run(method: Method, engine: Any, rng_key: Any, silos: Silos, num_rounds: int, **options: Any) -> Fit:
+    return method.run(rng_key, silos, num_rounds, engine=engine, progress_bar=False, **options)
 
 
 def _check_store(method: Method, silos: Silos | SiloStore, schedule: Any, engine: Any) -> None:

@@ -20,13 +20,13 @@ from numpyro_fed import schedules
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
-from numpyro_fed.keys import fold_in_name, identities
 from numpyro_fed.local import minibatch
 from numpyro_fed.local.bound import Weighting
-from numpyro_fed.local.conditional import Frame, draw_rows
+from numpyro_fed.local.conditional import Frame
 from numpyro_fed.local.integrate import DRAWS, NODES, Marginal, plain_factor, silo_factor, start_frame
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.methods.base import Method
+from numpyro_fed.methods.factorised_posterior import SitesPosterior
 from numpyro_fed.model.rows import components_of, finder, how_rows_lie, joined_groups
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import PartitionError
@@ -156,25 +156,29 @@ class Factorised(Method):
 
     def closing(self, prepared: Prepared, server: Server, names: tuple[str, ...]) -> FederatedAlgorithm | None:
         """Warns of silos that were not heard; asks about quadrature nodes once the posterior is nearly at rest."""
+        silent = np.max(np.asarray(server.moving), initial=0.0) >= UNHEARD
+        for reason in self.doubts(server, names):
+            warnings.warn(reason, UserWarning if silent else VerdictWarning, stacklevel=5)
+        return prepared.notes.get("nodes") if np.max(np.asarray(server.moving)) < NEARLY else None
+
+    def doubts(self, server: Server, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Why the posterior is not yet the method's answer: silos that were not heard, or it still moves."""
         moving = np.asarray(server.moving)
         silent = [name for name, far in zip(names, moving, strict=True) if far >= UNHEARD]
         if silent:
-            warnings.warn(
+            return (
                 f"silo {', '.join(map(repr, silent[:5]))}{' and others' if len(silent) > 5 else ''} was not asked, or "
                 "nothing could be accepted from it: the posterior is not yet that of all silos. Run more rounds "
                 "(init_state=fit.state); if rounds are skipped (fit.history['skipped']), pass damping=0.5 or another "
                 "solver",
-                stacklevel=5,
             )
-        elif np.max(moving, initial=0.0) >= self.tolerance > 0:
-            warnings.warn(
+        if np.max(moving, initial=0.0) >= self.tolerance > 0:
+            return (
                 f"the posterior still moves by {np.max(moving):.2g} sds a sweep, above tolerance={self.tolerance:g}: "
                 "it is not yet the method's answer. Run more rounds, run(..., init_state=fit.state); if it does not "
                 "settle, pass damping=0.5 or another solver, or a tolerance= above the solver's noise",
-                VerdictWarning,
-                stacklevel=5,
             )
-        return prepared.notes.get("nodes") if np.max(moving) < NEARLY else None
+        return ()
 
     def conclude(self, prepared: Prepared, info: dict[str, np.ndarray]) -> None:
         """Warns when more quadrature nodes would have given another answer."""
@@ -273,17 +277,6 @@ class Factorised(Method):
             everyone = isinstance(schedule, schedules.Synchronous)  # else rounds are different silos' moves
             wary = jnp.asarray(self.damping is None and everyone)
             return server._replace(step=both[0], first_step=both[1], calming=jnp.asarray(calming), wary=wary)
-
-    def reordered(self, server: Server, order: list[int]) -> Server:
-        take = lambda leaf: leaf[np.array(order)]
-        with jax.enable_x64(True):
-            each = server.sites.each if self.tied else jax.tree.map(take, server.sites.each)
-            return server._replace(
-                sites=server.sites._replace(each=each),
-                visits=take(server.visits),
-                moving=take(server.moving),
-                values=server.values[np.array([*order, -1])],
-            )
 
     def settled(self, history: dict[str, np.ndarray]) -> bool:
         """Whether the posterior stopped moving: no silo, when last heard, shifted it by ``tolerance`` sds."""
@@ -473,90 +466,12 @@ class Factorised(Method):
 
         return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, found.local, strict=True))
 
-    def found(self, split: SplitModel, server: Server, silos: tuple) -> warm_start.Found:
-        """A fit of this method as the start of another run."""
-        family, q = as_family(self.family), self.q(server)
-        mean, root = single(family.moments(q))
-
-        def one(state: SiloState) -> mode_finding.SiloState:
-            kept = state.kept
-            scale = {g: jnp.sqrt(jnp.sum(r**2, axis=-1)) for g, r in kept.root.items()}
-            return mode_finding.SiloState(kept.mean(mean), scale, kept.coupling)
-
-        local = tuple(jax.vmap(one)(state) for state in silos) if split.groups else ()
-        if root.ndim < 2:
-            return warm_start.Found(mean, None, jnp.broadcast_to(root, mean.shape), dict(split.theta), {}, local)
-        sd = jax.lax.rsqrt(jnp.diagonal(single(q.precision)))
-        return warm_start.Found(mean, root, sd, dict(split.theta), {}, local)
-
-    # --- what a fit asks for ----------------------------------------------------------------------------------------
-
     def q(self, server: Server) -> Natural:
         """The posterior of the globals."""
         return sites.posterior(server.sites, self.tied)
 
-    def normal(self, split: SplitModel, server: Server) -> tuple[Array, Array]:
-        """Mean and covariance of the unconstrained globals, float64."""
-        family = as_family(self.family)
-        q = self.q(server)
-        cov = np.asarray(family.covariance(q))
-        return np.asarray(family.mean(q)), cov if cov.ndim == 2 else np.diag(cov)
-
-    def mode(self, split: SplitModel, server: Server) -> Array:
-        """The posterior's mean, which is its mode."""
-        return single(as_family(self.family).mean(self.q(server)))
-
-    def theta(self, server: Server) -> dict[str, Array]:
-        return {}
-
-    def sample_global(self, split: SplitModel, server: Server, key: Array) -> Array:
-        return as_family(self.family).sample(key, self.q(server))
-
-    def sample_local(
-        self,
-        split: SplitModel,
-        server: Server,
-        silo: SiloState,
-        key: Array,
-        z: Array,
-        mask: dict[str, Array],
-        data: SiloData | None = None,
-    ) -> dict[str, Array]:
-        """One draw of a silo's locals given z_G = z."""
-        if not split.groups:
-            return {}
-        eps = jax.tree.map(lambda leaf: leaf[0], draw_rows(key, split, mask, 1))
-        return silo.kept.at(z, eps)
-
-    def point(self, split: SplitModel, server: Server, silo: Any, data: SiloData) -> tuple[Any, dict, dict]:
-        z = single(as_family(self.family).mean(self.q(server)))
-        z = jnp.where(jnp.all(jnp.isfinite(z)), z, 0.0)
-        return z, (silo.frame.mean(z) if split.groups else {}), {}
-
-    def weighting(self, split: SplitModel, stack: Stack) -> Marginal:
-        """How the fit integrates out the locals of these silos."""
-        marginal = self._choose(split, stack, finder(split))[1]
-        return marginal._replace(kind="iw", num=DRAWS) if marginal.kind == "joint" else marginal
-
-    def elbo(
-        self, split: SplitModel, marginal: Marginal, stack: Stack, server: Server, silos: tuple, key: Array
-    ) -> Array:
-        """One draw of the evidence bound of all silos together."""
-        family, q = as_family(self.family), self.q(server)
-        z = family.sample(key, q)
-        mean, root = single(family.moments(q))
-        white = jax.scipy.linalg.solve_triangular(root, z - mean, lower=True) if root.ndim == 2 else (z - mean) / root
-        scale = jnp.abs(jnp.diagonal(root)) if root.ndim == 2 else root
-        log_q = -0.5 * white @ white - jnp.sum(jnp.log(scale)) - 0.5 * split.dim * np.log(2 * np.pi)
-        total = split.log_prior(z, {}) - log_q
-        for bucket, states in zip(stack.buckets, silos, strict=True):
-
-            def one(identity: Array, state: SiloState, args: Any, mask: Any) -> Array:
-                factor = silo_factor(split, marginal, SiloData(args, mask, stack.shared), state.components)
-                return factor.log_f(z, state.frame, factor.nodes(fold_in_name(key, identity)))
-
-            total = total + jnp.sum(jax.vmap(one)(identities(bucket.names), states, bucket.args, bucket.mask))
-        return total
+    def posterior_of(self, split: SplitModel, survey: Marginal | None = None) -> SitesPosterior:
+        return SitesPosterior(split, self.family, self.tied, survey)
 
 
 def _known(own: Any, family: Any, q: Natural) -> Any:

@@ -5,9 +5,7 @@ from typing import Any
 
 import optax
 
-from numpyro_fed.data.stack import Stack
-from numpyro_fed.methods.averaging import Averaging, Server, epoch
-from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.methods.averaging import Averaging, epoch
 from numpyro_fed.run.prepare import Prepared
 
 Array = Any
@@ -56,6 +54,3 @@ class FedAvg(Averaging):
 
     def _server_default(self) -> Any:
         return optax.sgd(1.0)
-
-    def elbo(self, split: SplitModel, weighting: None, stack: Stack, server: Server, silos: tuple, key: Array) -> Array:
-        raise ValueError("FedAvg finds a point, which has no evidence bound; fit.history['loss'] is minus its density")

@@ -33,13 +33,12 @@ from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.walk import Flat, flat
 from numpyro_fed.methods.averaging import Averaging, Server, epoch
 from numpyro_fed.methods.fedavg import LOCAL_STEPS, MOST_ROUNDS, ROUNDS
-from numpyro_fed.methods.fedpa_posterior import DENSE, Posterior, dense, low_rank
+from numpyro_fed.methods.fedpa_posterior import DENSE, PrecisionsPosterior, dense, low_rank
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.normal import moments
 from numpyro_fed.optim import falling
 from numpyro_fed.precision import single
-from numpyro_fed.run import warm_start
 from numpyro_fed.run.prepare import Prepared
 from numpyro_fed.solvers.draws import SAMPLERS
 
@@ -322,57 +321,5 @@ class FedPA(Averaging):
         posterior = make(own, own.joined(server), diagonal, weights, directions, self.prior)
         return server._replace(posterior=jax.tree.map(lambda leaf: jnp.asarray(leaf, server.z.dtype), posterior))
 
-    # --- what a fit asks for ----------------------------------------------------------------------------------------
-
-    def found(self, split: SplitModel, server: Server, silos: tuple) -> warm_start.Found:
-        if not isinstance(server.posterior, Posterior):
-            return super().found(split, server, silos)
-        sd = np.sqrt(self._variances(split, server))
-        chol = np.linalg.cholesky(self.normal(split, server)[1]) if split.dim <= DENSE else None
-        return warm_start.Found(server.z, chol, sd, server.theta, {}, ())
-
-    def _variances(self, split: SplitModel, server: Server) -> np.ndarray:
-        sds, factor = (np.asarray(leaf, np.float64) for leaf in server.posterior)
-        return (sds**2 + np.sum(factor**2, axis=0))[: split.dim]
-
-    def normal(self, split: SplitModel, server: Server) -> tuple[Array, Array]:
-        """Mean and covariance of the unconstrained globals, float64; d x d."""
-        if not isinstance(server.posterior, Posterior):
-            raise ValueError("this fit has a mode and no posterior around it: run with posterior=True, to the end")
-        sds, factor = (np.asarray(leaf, np.float64)[..., : split.dim] for leaf in server.posterior)
-        return np.asarray(server.z, np.float64), np.diag(sds**2) + factor.T @ factor
-
-    def sample_global(self, split: SplitModel, server: Server, key: Array) -> Array:
-        if not isinstance(server.posterior, Posterior):
-            return server.z
-        sds, factor = (leaf[..., : split.dim] for leaf in server.posterior)
-        own, common = jax.random.split(key)
-        return (
-            server.z
-            + sds * jax.random.normal(own, server.z.shape)
-            + jax.random.normal(common, factor.shape[:1]) @ factor
-        )
-
-    def elbo(self, split: SplitModel, weighting: None, stack: Stack, server: Server, silos: tuple, key: Array) -> Array:
-        """One draw of the evidence bound of all silos together."""
-        if not isinstance(server.posterior, Posterior):
-            raise ValueError("this fit has a mode and no posterior around it, so it has no evidence bound")
-        z = self.sample_global(split, server, key)
-        sds, factor = (leaf[..., : split.dim] for leaf in server.posterior)
-        if len(factor) >= split.dim:  # every direction is in it
-            root = jnp.linalg.cholesky(jnp.diag(sds**2) + factor.T @ factor)
-            white = jax.scipy.linalg.solve_triangular(root, z - server.z, lower=True)
-            log_det = jnp.sum(jnp.log(jnp.diagonal(root)))
-        else:  # Woodbury
-            scaled = factor / sds
-            root = jnp.linalg.cholesky(jnp.eye(len(factor)) + scaled @ scaled.T)
-            away = (z - server.z) / sds
-            inner = jax.scipy.linalg.solve_triangular(root, scaled @ away, lower=True)
-            white = jnp.sqrt(jnp.maximum(away @ away - inner @ inner, 0.0))[None]
-            log_det = jnp.sum(jnp.log(sds)) + jnp.sum(jnp.log(jnp.diagonal(root)))
-        log_q = -0.5 * jnp.sum(white**2) - log_det - 0.5 * split.dim * np.log(2 * np.pi)
-        total = split.log_prior(z, server.theta) - log_q
-        for bucket in stack.buckets:
-            one = lambda args, mask: split.log_silo(z, {}, server.theta, SiloData(args, mask, stack.shared))
-            total = total + jnp.sum(jax.vmap(one)(bucket.args, bucket.mask))
-        return total
+    def posterior_of(self, split: SplitModel, survey: Any = None) -> PrecisionsPosterior:
+        return PrecisionsPosterior(split)

@@ -130,9 +130,6 @@ class Independent(SFVI):
             out.append(Alone(own, silo))
         return server, tuple(out)
 
-    def point(self, split: SplitModel, server: Any, silo: Any, data: Any) -> tuple[Array, dict, dict]:
-        return super().point(split, silo.server, silo.silo, data)
-
     def run(self, rng_key: Any, silos: Silos, num_rounds: int | None = None, **options: Any) -> Fits:  # type: ignore[override]
         """Fit the model to each silo by itself; the arguments are those of :meth:`numpyro_fed.SFVI.run`."""
         if options.get("init_state") is not None:
@@ -140,18 +137,19 @@ class Independent(SFVI):
         if options.get("schedule") is not None:
             raise ValueError("Independent takes no schedule: every silo works by itself")
         try:
-            return self._each(super().run(rng_key, silos, num_rounds, **options))
+            return self._each(super().run(rng_key, silos, num_rounds, **options), options.get("engine"))
         except NonFiniteError as error:
             if error.fit is not None:
-                error.fit = self._each(error.fit)
+                error.fit = self._each(error.fit, options.get("engine"))
             raise
 
-    def _each(self, fit: Fit) -> Fits:
-        return Fits({name: self._one(fit, name) for name in fit.state.names})
+    def _each(self, fit: Fit, engine: Any) -> Fits:
+        method = SFVI(**{field.name: getattr(self, field.name) for field in fields(SFVI)})
+        again = method.again(engine)
+        return Fits({name: self._one(replace(fit, again=again), name) for name in fit.state.names})
 
     def _one(self, fit: Fit, name: str) -> Fit:
         state, bucket = fit.state.silo(name)
-        method = SFVI(**{field.name: getattr(self, field.name) for field in fields(SFVI)})
         local = jax.tree.map(lambda leaf: leaf[None], state.silo)
         at = fit.state.names.index(name)
         loss = fit.history["loss_by_silo"][:, at] if fit.history else np.zeros(0)
@@ -160,4 +158,4 @@ class Independent(SFVI):
         history = {"loss": loss, "bytes_up": nothing, "bytes_down": nothing, "start": started}
         only = State("SFVI", (name,), ((name,),), state.server, (local,), fit.state.round)
         silos = None if fit.silos is None else fit.silos.only(name)
-        return replace(fit, method=method, state=only, history=history, padded=(fit.padded[bucket],), silos=silos)
+        return replace(fit, state=only, history=history, padded=(fit.padded[bucket],), silos=silos)

@@ -23,8 +23,8 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.guides import StructuredNormal, as_guide
 from numpyro_fed.guides.normal import GlobalBase
-from numpyro_fed.keys import fold_in_name, identities
-from numpyro_fed.local import conditional, minibatch
+from numpyro_fed.guides.posterior import GuidePosterior
+from numpyro_fed.local import minibatch
 from numpyro_fed.local.bound import Weighting, silo_bound
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.row_optim import RowOptim, RowState
@@ -34,7 +34,6 @@ from numpyro_fed.model.rows import Components, components_of, finder, how_rows_l
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.optim import DEFAULT, ENCODER, check_optim, with_horizon
 from numpyro_fed.run import mode as mode_finding
-from numpyro_fed.run import warm_start
 from numpyro_fed.run.prepare import Prepared
 
 Array = Any
@@ -371,20 +370,6 @@ class SFVI(Method):
             modes = tuple(mode_finding.SiloState(state.base.loc, state.base.scale, {}) for state in silos)
         return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, modes, strict=True))
 
-    def found(self, split: SplitModel, server: ServerState, silos: tuple) -> warm_start.Found:
-        """A fit of this method as the start of another run."""
-        guide = self.family.bind(split)
-        loc, chol, sd = guide.moments(server.params, server.base)
-        aid = self._aid(guide, server)
-
-        def one(state: SiloState) -> mode_finding.SiloState:
-            return mode_finding.SiloState(*guide.summary_local(state.params, state.base, loc, aid))
-
-        own = tuple((state.params, state.base) for state in silos)
-        local = tuple(jax.vmap(one)(state) for state in silos) if split.groups and not guide.needs_data else ()
-        source = warm_start.Source(self.family, server.params, server.base, aid, own)
-        return warm_start.Found(loc, chol, sd, self.theta(server), server.theta_base[1], local, source)
-
     def with_rounds(
         self, server: ServerState, silos: tuple, num_rounds: int, share: float = 1.0
     ) -> tuple[ServerState, tuple]:
@@ -402,64 +387,8 @@ class SFVI(Method):
             rows[group] = with_horizon(one, jnp.maximum(1, jnp.round(num_rounds * share)).astype(jnp.int32))
         return state._replace(opt_state=RowState(rows, with_horizon(state.opt_state.rest, max(1, round(num_rounds)))))
 
-    # --- what a fit asks for ----------------------------------------------------------------------------------------
-
-    def theta(self, server: ServerState) -> dict[str, Array]:
-        location, scale = server.theta_base
-        return jax.tree.map(lambda a, b, t: a + b * t, location, scale, server.theta)
-
-    def sample_global(self, split: SplitModel, server: ServerState, key: Array) -> Array:
-        guide = self.family.bind(split)
-        return guide.path(server.params, server.base, guide.draw_global(key, split.dim))[0]
-
-    def sample_local(
-        self,
-        split: SplitModel,
-        server: ServerState,
-        silo: Any,
-        key: Array,
-        z: Array,
-        mask: dict[str, Array],
-        data: SiloData | None = None,
-    ) -> dict[str, Array]:
-        """One draw of a silo's locals given z_G = z. ``data`` are needed where the guide reads them off the data."""
-        guide = self.family.bind(split)
-        aid = self._aid(guide, server)
-        if guide.arbitrary:
-            return guide.draw_with_density(key, split, silo.params, silo.base, z, aid, self.theta(server), data)[0]
-        eps = jax.tree.map(lambda leaf: leaf[0], conditional.draw_rows(key, split, mask, 1))
-        return conditional.sample(guide.condition(silo.params, silo.base, z, aid, data), eps)
-
-    def point(
-        self, split: SplitModel, server: ServerState, silo: Any, data: SiloData
-    ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
-        z = self.sample_global(split, server, jax.random.key(0))
-        z_local = self.sample_local(split, server, silo, jax.random.key(0), z, data.mask, data)
-        return z, z_local, self.theta(server)
-
-    def weighting(self, split: SplitModel, stack: Stack) -> Weighting:
-        """How the bound weighs the rows of these silos."""
-        return self._rows(split, stack, finder(split))[0]
-
-    def elbo(
-        self, split: SplitModel, weighting: Weighting, stack: Stack, server: ServerState, silos: tuple, key: Array
-    ) -> Array:
-        """One draw of the evidence bound of all silos together, at these states. Nothing moves."""
-        guide = self.family.bind(split)
-        z, log_q = guide.path(server.params, server.base, guide.draw_global(key, split.dim))
-        theta, aid = self.theta(server), self._aid(guide, server)
-        total = split.log_prior(z, theta) - log_q
-        for bucket, states in zip(stack.buckets, silos, strict=True):
-
-            def one(identity: Array, state: SiloState, args: Any, mask: Any) -> Array:
-                data = SiloData(args, mask, stack.shared)
-                own = fold_in_name(key, identity)
-                return silo_bound(
-                    split, guide, weighting, own, state.params, state.base, z, aid, theta, data, state.components
-                ).value
-
-            total = total + jnp.sum(jax.vmap(one)(identities(bucket.names), states, bucket.args, bucket.mask))
-        return total
+    def posterior_of(self, split: SplitModel, survey: Weighting | None = None) -> GuidePosterior:
+        return GuidePosterior(split, self.family, survey, self.moving_centre)
 
 
 def _long_format(split: SplitModel) -> bool:

@@ -32,6 +32,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.guides import Amortised, StructuredNormal
 from numpyro_fed.guides.normal import GlobalBase
+from numpyro_fed.guides.posterior import GuidePosterior, theta_of
 from numpyro_fed.local.bound import Weighting
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.methods.sfvi import SFVI, ServerState, SiloState
@@ -200,7 +201,7 @@ class SFVIAvg(SFVI):
 
         def server_step(key: Array, server: ServerState, found: Average) -> tuple[ServerState, dict]:
             z, log_q = guide.path(server.params, server.base, guide.draw_global(key, split.dim))
-            prior = split.log_prior(z, self.theta(server))
+            prior = split.log_prior(z, theta_of(server))
             info = {
                 "loss": log_q - prior - found.value,
                 "residual": found.residual,
@@ -224,9 +225,6 @@ class SFVIAvg(SFVI):
             states.append(AvgSiloState(jax.tree.map(repeat, server.opt_state, state.opt_state), own))
         return server._replace(opt_state=()), tuple(states)
 
-    def found(self, split: SplitModel, server: ServerState, silos: tuple) -> warm_start.Found:
-        return super().found(split, server, tuple(state.local for state in silos))
-
     def with_rounds(
         self, server: ServerState, silos: tuple, num_rounds: int, share: float = 1.0
     ) -> tuple[ServerState, tuple]:
@@ -235,22 +233,15 @@ class SFVIAvg(SFVI):
             AvgSiloState(with_horizon(state.opt_state, steps), self._with_visits(state.local, steps)) for state in silos
         )
 
-    def sample_local(
-        self,
-        split: SplitModel,
-        server: ServerState,
-        silo: AvgSiloState,
-        key: Array,
-        z: Array,
-        mask: dict[str, Array],
-        data: SiloData | None = None,
-    ) -> dict[str, Array]:
-        return super().sample_local(split, server, silo.local, key, z, mask, data)
+    def posterior_of(self, split: SplitModel, survey: Weighting | None = None) -> "AveragedPosterior":
+        return AveragedPosterior(split, self.family, survey, self.moving_centre)
 
-    def elbo(
-        self, split: SplitModel, weighting: Weighting, stack: Stack, server: ServerState, silos: tuple, key: Array
-    ) -> Array:
-        return super().elbo(split, weighting, stack, server, tuple(state.local for state in silos), key)
+
+class AveragedPosterior(GuidePosterior):
+    """Silos keep the guide's state beside that of their own copy of q(z_G)."""
+
+    def own(self, silo: AvgSiloState) -> SiloState:
+        return silo.local
 
 
 def _sizes(split: SplitModel) -> np.ndarray:

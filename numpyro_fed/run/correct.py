@@ -16,7 +16,7 @@ can be read more closely; the round is opt-in.
 import time
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,16 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines.base import traffic
 from numpyro_fed.engines.vmap import Vmap
-from numpyro_fed.guides.normal import GlobalNormal
 from numpyro_fed.local.integrate import Marginal, silo_factor, start_frame
-from numpyro_fed.model.rows import components_of
+from numpyro_fed.model.rows import components_of, finder
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.precision import double
-from numpyro_fed.results.correction import Corrected, CorrectedMethod, Correction
+from numpyro_fed.results.correction import Corrected, CorrectedPosterior, Correction
+from numpyro_fed.results.draws import stack_of
+from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.importance import pareto_smoothed, proposal
-from numpyro_fed.results.state import CORRECTED, ById
-
-if TYPE_CHECKING:
-    from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.state import ById
+from numpyro_fed.results.summary import described
 
 Array = Any
 DRAWS = 256  # of a row's locals at each point, where they are not integrated by quadrature
@@ -113,7 +112,7 @@ def algorithm(split: ById, marginal: Marginal, num_points: int) -> FederatedAlgo
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
 
 
-def correct(fit: "Fit", rng_key: Any, num_points: int, engine: Any) -> "Fit":
+def correct(fit: Fit, rng_key: Any, num_points: int, engine: Any = None) -> Fit:
     """See :meth:`numpyro_fed.results.fit.Fit.correct`."""
     began, key = time.perf_counter(), check_key(rng_key)
     if isinstance(num_points, bool) or not isinstance(num_points, int | np.integer) or num_points < 16:
@@ -122,11 +121,11 @@ def correct(fit: "Fit", rng_key: Any, num_points: int, engine: Any) -> "Fit":
     fit.need_silos("log likelihoods at the points")
     engine = engine or Vmap()
     places, log_proposal = proposal(key, mean, covariance, int(num_points))
-    stack = fit._stack()
+    stack = stack_of(fit)
     run = algorithm(ById(fit.split), _marginal(fit, stack), len(places))
     server, states = engine.start(run, key, stack)
     centre = jnp.asarray(mean, places.dtype)
-    server = server._replace(sent=Sent(jnp.asarray(places), centre, fit.method.theta(fit.state.server)))
+    server = server._replace(sent=Sent(jnp.asarray(places), centre, fit.posterior.theta(fit.state.server)))
     sent = traffic(run, server, jax.tree.map(lambda leaf: leaf[0], states[0]), stack.data(stack.buckets[0].names[0]))
     server, _, info = engine.rounds(run, key, stack, server, states, fit.state.round, None, 1, "some")
     log_weights = np.asarray(server.log_prior, np.float64) + np.asarray(server.log_f) - log_proposal
@@ -138,10 +137,9 @@ def correct(fit: "Fit", rng_key: Any, num_points: int, engine: Any) -> "Fit":
         )
     log_evidence = float(logsumexp(log_weights) - np.log(len(places)))
     smoothed, khat = pareto_smoothed(log_weights)
-    inner = fit.state.server.inner if isinstance(fit.state.server, Corrected) else fit.state.server
-    method = fit.method.method if isinstance(fit.method, CorrectedMethod) else fit.method
+    before = fit.uncorrected
     with jax.enable_x64(True):
-        corrected = Corrected(inner, jnp.asarray(places), jnp.asarray(smoothed), khat, log_evidence)
+        corrected = Corrected(before.state.server, jnp.asarray(places), jnp.asarray(smoothed), khat, log_evidence)
     row = {
         "loss": -log_evidence,
         "bytes_up": len(stack.names) * sent.up,
@@ -149,50 +147,41 @@ def correct(fit: "Fit", rng_key: Any, num_points: int, engine: Any) -> "Fit":
         **{name: rows[0] for name, rows in info.items()},
         "ess": Correction(corrected).ess_share,
     }
-    name = type(method).__name__ + CORRECTED
-    state = fit.state._replace(method=name, server=corrected)
     return replace(
         fit,
-        method=CorrectedMethod(method),
-        state=state,
+        posterior=CorrectedPosterior(before.posterior),
+        state=fit.state._replace(server=corrected),
         history=_appended(fit.history, row),
         seconds=fit.seconds + time.perf_counter() - began,
     )
 
 
-def _normal(fit: "Fit") -> tuple[np.ndarray, np.ndarray]:
+def _normal(fit: Fit) -> tuple[np.ndarray, np.ndarray]:
     """Mean and covariance of q(z_G), float64; an error where q is no normal."""
-    method, server, split = fit.method, fit.state.server, fit.split
-    if split.dim == 0:
+    if fit.split.dim == 0:
         raise ValueError("the model has no global latents, so there is nothing to correct")
-    if hasattr(method, "normal"):
-        mean, covariance = method.normal(split, server)
-    else:
-        guide = method.family.bind(split) if hasattr(method, "family") else None
-        if not isinstance(guide, GlobalNormal):
-            what = f"nf.{fit.state.method} with {method.family!r}" if guide is not None else f"nf.{fit.state.method}"
-            raise TypeError(
-                f"fit.correct starts from a normal posterior of the globals, and {what} has another: fit with nf.EP, "
-                "nf.SEP or nf.PVI, or with nf.SFVI(model, guide=nf.guides.StructuredNormal())"
-            )
-        mean = np.asarray(guide.mean_global(server.params, server.base), np.float64)
-        covariance = np.asarray(guide.covariance(server.params, server.base), np.float64)
+    normal = fit.posterior.normal(fit.state.server)
+    if normal is None:
+        raise TypeError(
+            f"fit.correct starts from a normal posterior of the globals, and {described(fit)} has another: fit with "
+            "nf.EP, nf.SEP or nf.PVI, or with nf.SFVI(model, guide=nf.guides.StructuredNormal())"
+        )
+    mean, covariance = np.asarray(normal.mean, np.float64), normal.covariance
     if not (np.all(np.isfinite(mean)) and np.all(np.isfinite(covariance))):
         raise ValueError("the posterior approximation is improper, so no points can be drawn from it: run more rounds")
     return mean, covariance
 
 
-def _marginal(fit: "Fit", stack: Stack) -> Marginal:
+def _marginal(fit: Fit, stack: Stack) -> Marginal:
     """How locals are integrated out: as exactly as the model allows, whatever the fit itself could afford."""
-    method = fit.method.method if isinstance(fit.method, CorrectedMethod) else fit.method
     from numpyro_fed.methods.ep import EP
 
-    found = EP(method.model).weighting(fit.split, stack)
+    found = EP(fit.split.model)._choose(fit.split, stack, finder(fit.split))[1]
+    found = found._replace(kind="iw", num=DRAWS) if found.kind == "joint" else found
     if found.kind == "none":
         return found
-    solver = getattr(method, "solver", None)
-    same = getattr(solver, "marginal", None) in (None, found.kind)
-    asked = (getattr(solver, "num_nodes", None) or 0) if same else 0
+    own = getattr(fit.uncorrected.posterior, "marginal", None)
+    asked = own.num if own is not None and own.kind == found.kind else 0
     return found._replace(num=max(found.num, asked, DRAWS if found.kind == "iw" else 1))
 
 

@@ -24,8 +24,9 @@ from numpyro_fed.engines.streamed import Streamed
 from numpyro_fed.engines.vmap import CHUNK
 from numpyro_fed.keys import SERVER, START, digest, fold_in_name, identity
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.results.correction import Corrected
 from numpyro_fed.results.fit import Fit
-from numpyro_fed.results.state import CORRECTED, State
+from numpyro_fed.results.state import State
 from numpyro_fed.run import mode, warm_start
 from numpyro_fed.run.diagnose import NonFiniteError
 from numpyro_fed.run.prepare import Prepared
@@ -47,6 +48,21 @@ def _check_shapes(got: Any, expected: Any, problem: str) -> None:
 def _finite(tree: Any) -> bool:
     floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return all(bool(np.all(np.isfinite(leaf))) for leaf in floats)
+
+
+def _started(fit: Fit, states: tuple) -> warm_start.Found:
+    """A fit of any method as the start of another run: the server's half, and what each silo knows of its locals."""
+    posterior: Any = fit.posterior
+    warm = posterior.to_warm_start(fit.state.server)
+    local: tuple = ()
+    if hasattr(posterior, "local_start"):
+        each = tuple(jax.vmap(partial(posterior.local_start, warm._replace(source=None)))(state) for state in states)
+        local = tuple(one for one in each if one is not None)
+    source = None
+    if warm.source is not None:
+        source = warm_start.Source(*warm.source, warm.context, tuple(one.own for one in local))
+    known = tuple(mode.SiloState(one.loc, one.scale, one.coupling) for one in local if one.loc)
+    return warm_start.Found(warm.loc, warm.chol, warm.sd, warm.theta, warm.theta_sd, known, source)
 
 
 class Runner:
@@ -143,20 +159,27 @@ class Runner:
             raise ValueError(f"init_state has other silos: {'; '.join(told)}")
         split, states = self.prepared.split, () if self.stack.source is not None else given.arranged(self.stack)
         if isinstance(init_state, Fit):  # a start, whatever the method and its settings
-            found = init_state.method.found(init_state.split, given.server, states)
+            found = _started(init_state, states)
             fresh, silos = self.engine.start(self.prepared.algorithm, self.key, self.stack)
             self._check_start(found, split)
             server, states = self.method.adopt(split, fresh, silos, found)
             return (*self.method.with_rounds(server, states, num_rounds, self.share), 0)
+        if isinstance(given.server, Corrected):
+            raise ValueError(
+                f"init_state is of a corrected fit of {given.method}: pass the Fit itself to start from it, or go on "
+                "from fit.uncorrected.state"
+            )
         if given.method != type(self.method).__name__:
             raise ValueError(
                 f"init_state is of {given.method}, this is {type(self.method).__name__}: pass the Fit itself to start "
-                "from it" + (", or go on from fit.uncorrected.state" if given.method.endswith(CORRECTED) else "")
+                "from it"
             )
         order = list(range(len(given.names)))
         if given.names != self.stack.names:
             order = [given.names.index(name) for name in self.stack.names]
-        given = given._replace(server=self.method.reordered(given.server, order))
+        posterior = self.method.posterior_of(split)
+        if hasattr(posterior, "reordered"):
+            given = given._replace(server=posterior.reordered(given.server, order))
         shapes = jax.eval_shape(lambda: self.engine.start(self.prepared.algorithm, self.key, self.stack))
         hint = "init_state was made with other settings or data; pass the Fit itself to start from it"
         _check_shapes((given.server, states), shapes, hint)
@@ -277,7 +300,20 @@ class Runner:
         seconds = time.perf_counter() - self.began
         buckets = () if self.stack.source is not None else self.stack.buckets
         padded = tuple({axis: mask.shape[-1] for axis, mask in bucket.mask.items()} for bucket in buckets)
-        return Fit(self.method, self.prepared.split, state, history, seconds, padded, self.silos)
+        notes, method = self.prepared.notes, self.method
+        survey = notes.get("weighting", notes.get("marginal"))  # how rows lie
+        return Fit(
+            method.posterior_of(self.prepared.split, survey),
+            self.prepared.split,
+            state,
+            history,
+            seconds,
+            padded,
+            self.silos,
+            survey=survey,
+            reasons=method.doubts(server, self.stack.names),
+            again=method.again(self.engine),
+        )
 
     def _column(self, name: str) -> np.ndarray:
         """One quantity over all rounds; NaN in rounds (of the start) that do not have it."""
@@ -320,11 +356,16 @@ class Runner:
 
     def _bad_sites(self, algorithm: FederatedAlgorithm, name: str, server: Any, state: Any) -> Iterable[str]:
         split, data = self.prepared.split, self.stack.data(name)
+        z, z_local, theta = jnp.full(split.dim, 0.01), split.near_zero_local(data.mask), split.theta
         if algorithm is not self.prepared.mode:
             server = server.server if isinstance(server, Held) else server
-            z, z_local, theta = self.method.point(split, server, state, data)
-        else:
-            z, z_local, theta = jnp.zeros(split.dim), split.zeros_local(data.mask), split.theta
+            if server == () and hasattr(state, "server"):  # a silo that is its own server
+                server, state = state.server, state.silo
+            posterior, key = self.method.posterior_of(split), jax.random.key(0)
+            drawn = posterior.sample(key, server)
+            if bool(jnp.all(jnp.isfinite(drawn))):
+                z, theta = drawn, posterior.theta(server) or theta
+                z_local = posterior.sample_local(key, z, server, state, data)
         for site, term in split.evaluate(z, z_local, theta, data).terms.items():
             if not bool(np.all(np.isfinite(term))):
                 yield f"site {site!r}"
