@@ -100,7 +100,7 @@ class FederatedAlgorithm(NamedTuple):
         )
 
 
-# --- from the round to a run --------------------------------------------------------------------------------------------
+# --- from the round to a run ------------------------------------------------------------------------------------------
 
 
 class Left(NamedTuple):
@@ -134,9 +134,9 @@ def _finish(left: Left, server: PyTree, info: dict[str, Any]) -> Left:
 class Phase(NamedTuple):
     """Run this algorithm, from that state, until then. A run is a few of these, one after another.
 
-    ``role`` says what becomes of it. ``"start"``: leaves a warm start, and is left out where one is given. ``"rounds"``:
-    the method itself; its states are the fit's. ``"check"``: one more look at the end, on the silos' states as the
-    rounds left them; what is not finite there is left out.
+    ``role`` says what becomes of it. ``"start"``: it leaves a warm start, and is left out where one is given.
+    ``"rounds"``: the method itself; its states are the fit's. ``"check"``: one more look at the end, on the silos'
+    states as the rounds left them; what is not finite there is left out.
     """
 
     name: str  # "mode", "rounds", "nodes", "posterior", "correct": also the stream of its random numbers

@@ -7,6 +7,7 @@ A silo's data in a compiled program are a :class:`SiloData`; the ints among the 
 shapes, so a program serves every silo of its bucket.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -109,14 +110,37 @@ def from_arguments(kwargs: dict[str, Any], spec: CallSpec, lengths: dict[str, in
     return SiloData(args, {axis: jnp.ones(n, bool) for axis, n in lengths.items()}, shared)
 
 
+def cut(value: Any, along: Iterable[tuple[str, int]], lengths: Mapping[str, int], padded: Mapping[str, int]) -> Any:
+    """A value without its padded rows.
+
+    Args:
+        value: an array; leading axes (draws) are allowed.
+        along: the silo's axes that it lies along, each with its dim counted from the right.
+        lengths, padded: of the axes, without and with padding. An axis of n elements may have any share of n rows.
+
+    >>> cut(np.arange(8), [("rows", -1)], {"rows": 3}, {"rows": 4})
+    array([0, 1, 2, 3, 4, 5])
+    """
+    for axis, dim in along:
+        keep = value.shape[dim] * lengths[axis] // padded[axis]
+        value = value[(..., slice(keep), *(slice(None),) * (-dim - 1))]
+    return value
+
+
+def axis_lengths(data: SiloData) -> dict[str, int]:
+    """Of the silo's axes, padding included."""
+    return {axis: rows.shape[-1] for axis, rows in data.mask.items()}
+
+
 def without_padding(data: SiloData, spec: CallSpec, lengths: dict[str, int]) -> SiloData:
     """A padded silo's data cut back to its own ``lengths``."""
-    arrays = [leaf for leaf in spec.own if leaf.dtype is not None]
+    arrays, padded = [leaf for leaf in spec.own if leaf.dtype is not None], axis_lengths(data)
     args = tuple(
-        array if leaf.axis is None else array[: lengths[leaf.axis]]
+        array if leaf.axis is None else cut(array, [(leaf.axis, -array.ndim)], lengths, padded)
         for leaf, array in zip(arrays, data.args, strict=True)
     )
-    return SiloData(args, {axis: mask[: lengths[axis]] for axis, mask in data.mask.items()}, data.shared)
+    mask = {axis: cut(rows, [(axis, -1)], lengths, padded) for axis, rows in data.mask.items()}
+    return SiloData(args, mask, data.shared)
 
 
 def padded_data(

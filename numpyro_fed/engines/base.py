@@ -34,8 +34,15 @@ class Engine(Protocol):
     An engine of your own has two numbers and three functions; :class:`~numpyro_fed.engines.Loopback` is the plain one.
     """
 
-    chunk: int  # rounds between two looks of the host: progress, stopping, interruption
-    holds_states: bool  # silos keep a state between rounds; else they are read from a store and begin afresh each time
+    @property
+    def chunk(self) -> int:
+        """Rounds between two looks of the host: progress, stopping, interruption."""
+        ...
+
+    @property
+    def holds_states(self) -> bool:
+        """Silos keep a state between rounds; else they are read from a store and begin afresh each time."""
+        ...
 
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[PyTree, tuple]:
         """Fresh states of the server and of all silos."""

@@ -22,7 +22,8 @@ from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import Model
-from numpyro_fed.results.fit import Again, Fit
+from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.state import Again, Fresh, State
 from numpyro_fed.run import resume
 from numpyro_fed.run.correct import correct
 from numpyro_fed.run.diagnose import NonFinite, explained
@@ -70,7 +71,7 @@ class Method:
     def again(self, engine: Engine | None = None) -> Again:
         """What a fit of this method needs to run again."""
         engine = Vmap() if engine is None else engine
-        return Again(partial(self.prepare, engine=engine), partial(_again, self, engine), partial(correct, engine))
+        return Again(partial(_fresh, self, engine), partial(_again, self, engine), partial(correct, engine))
 
     def run(
         self,
@@ -148,3 +149,14 @@ class Method:
 def _again(method: Method, engine: Engine, rng_key: Any, silos: Any, num_rounds: int, **options: Any) -> Fit:
     """Further rounds of the same method, on the engine that the fit was made on."""
     return method.run(rng_key, silos, num_rounds, engine=engine, progress_bar=False, **options)
+
+
+def _fresh(method: Method, engine: Engine, rng_key: Any, silos: Any) -> Fresh:
+    """States of the method's rounds on other silos, before the first."""
+    split, survey, stack, _ = method.prepare(silos, engine)
+    program = method.compile(split, survey, Plan(names=silos.names))
+    phase = next(phase for phase in program.phases if phase.role == "rounds")
+    server, states = engine.start(phase.algorithm, check_key(rng_key), stack)
+    buckets = tuple(bucket.names for bucket in stack.buckets)
+    state = State(type(method).__name__, stack.names, buckets, server, states, 0)
+    return Fresh(split, state, tuple(dict(bucket.lengths) for bucket in stack.buckets))

@@ -33,7 +33,7 @@ from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.walk import Flat, flat
 from numpyro_fed.methods.averaging import Averaging, Made, Server, Task, epoch
 from numpyro_fed.methods.fedavg import LOCAL_STEPS, MOST_ROUNDS, ROUNDS
-from numpyro_fed.methods.fedpa_posterior import DENSE, AroundMode, dense, low_rank
+from numpyro_fed.methods.fedpa_posterior import DENSE, PrecisionsPosterior, dense, low_rank
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
@@ -158,8 +158,8 @@ class FedPA(Averaging):
     def _rounds(self, sweep: int) -> int:
         return self.burn_in_rounds + min(ROUNDS * sweep, MOST_ROUNDS)
 
-    def posterior_of(self, split: SplitModel, survey: Survey) -> AroundMode:
-        return AroundMode(split)
+    def posterior_of(self, split: SplitModel, survey: Survey) -> PrecisionsPosterior:
+        return PrecisionsPosterior(split)
 
     def _check_model(self, split: SplitModel) -> None:
         super()._check_model(split)

@@ -107,11 +107,13 @@ class Independent(SFVI):
 
         def begin_silo(given: tuple, state: Alone, local: Alone | None) -> Alone:
             warm = None if local is None else mode_to_warm_start(split, local.server)
-            server, own = begin.begin(Left(warm=warm), state.server)
+            begun = begin.begin(Left(warm=warm), state.server)
+            assert begun is not None
+            server, own = begun
             return Alone(server, begin.begin_silo(own, state.silo, None if local is None else local.silo))
 
         phases[-1] = phases[-1]._replace(begin=lambda left, fresh: Begun(fresh), begin_silo=begin_silo)
-        return Program(tuple(phases), AlonePosterior(together.posterior))
+        return Program(tuple(phases), AlonePosterior(self.posterior_of(split, survey)))
 
     def run(self, rng_key: Any, silos: Silos, num_rounds: int | None = None, **options: Any) -> Fits:  # type: ignore[override]
         """Fit the model to each silo by itself; the arguments are those of :meth:`numpyro_fed.SFVI.run`."""
@@ -138,7 +140,7 @@ class Independent(SFVI):
         started = fit.history["start"] if fit.history else np.zeros(0, bool)
         return replace(
             fit,
-            posterior=fit.posterior.inner,
+            posterior=self.posterior_of(fit.split, fit.survey),
             state=State("SFVI", (name,), ((name,),), state.server, (local,), fit.state.round),
             history={"loss": loss, "bytes_up": nothing, "bytes_down": nothing, "start": started},
             padded=(fit.padded[bucket],),

@@ -147,9 +147,8 @@ def site_rounds(
         keep = lambda new, old: tree_where(ok, new, old)  # what failed is not where to begin next time
         frame, kept = keep(found.frame, silo.frame), silo.kept
         if split.groups:
-            kept = (
-                factor.moments(frame.centre, frame, factor.nodes(None)) if found.local_posterior is None else found.local_posterior
-            )
+            kept = found.local_posterior
+            kept = factor.moments(frame.centre, frame, factor.nodes(None)) if kept is None else kept
             kept = keep(kept, silo.kept)
         value = jnp.where(jnp.isfinite(found.value), found.value, 0.0)
         message = Message(family.pack(change), value, found.ess, ok, rows)

@@ -8,6 +8,7 @@ import numpy as np
 from numpyro.distributions import MaskedDistribution
 from numpyro.infer.util import _unconstrain_reparam
 
+from numpyro_fed.data.padding import cut
 from numpyro_fed.model.discrete import resized
 from numpyro_fed.model.partition_table import Site
 
@@ -90,10 +91,10 @@ def user_mask(fn: Any) -> Array | None:
 
 def real_rows(group: Group, lengths: dict[str, int], padded: dict[str, int]) -> np.ndarray:
     """Which rows of the padded group are real, from lengths alone."""
-    valid = np.ones((), bool)
-    for axis, ratio in group.axes:
-        valid = valid[..., None] & (np.arange(int(padded[axis] * ratio)) < int(lengths[axis] * ratio))
-    return np.flatnonzero(valid)
+    shape = tuple(int(padded[axis] * ratio) for axis, ratio in group.axes)
+    places = np.arange(int(np.prod(shape))).reshape(shape)
+    along = [(axis, i - len(shape)) for i, (axis, _) in enumerate(group.axes)]
+    return cut(places, along, lengths, padded).reshape(-1)
 
 
 def with_mask(log_prob: Array, site: Site, mask: dict[str, Array]) -> Array:

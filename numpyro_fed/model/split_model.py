@@ -27,7 +27,7 @@ from numpyro.distributions import biject_to
 from numpyro.distributions.distribution import validation_enabled
 from numpyro.infer.util import compute_log_probs
 
-from numpyro_fed.data.padding import CallSpec, SiloData
+from numpyro_fed.data.padding import CallSpec, SiloData, cut
 from numpyro_fed.model import discrete as enum
 from numpyro_fed.model.discrete import resized
 from numpyro_fed.model.enumeration import NOTHING, Component, Enumeration, Run
@@ -309,13 +309,7 @@ class SplitModel(NamedTuple):
 
     def unpadded(self, values: dict[str, Array], lengths: dict[str, int], padded: dict[str, int]) -> dict[str, Array]:
         """Cut the padded rows off named values; leading axes (draws) are allowed."""
-        out = {}
-        for name, value in values.items():
-            for axis, dim in self.partition[name].value_axes:
-                keep = value.shape[dim] * lengths[axis] // padded[axis]
-                value = jax.lax.slice_in_dim(value, 0, keep, axis=value.ndim + dim)
-            out[name] = value
-        return out
+        return {name: cut(value, self.partition[name].value_axes, lengths, padded) for name, value in values.items()}
 
     def unpadded_local(
         self, z_local: dict[str, Array], lengths: dict[str, int], padded: dict[str, int]

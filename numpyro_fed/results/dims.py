@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from numpyro_fed.model.forward import value_axes
 from numpyro_fed.model.partition_table import Site
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 
 
 class Labelled(NamedTuple):

@@ -34,6 +34,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.precision import in_x64
 from numpyro_fed.results.correction import Corrected, CorrectedPosterior, Correction
+from numpyro_fed.results.draws import stack_of
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.importance import pareto_smoothed, proposal
 from numpyro_fed.run.runner import Runner
@@ -111,7 +112,7 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
     num = check_count("num_points", num_points, least=16)
     normal = _normal(fit)
     fit.need_silos("log likelihoods at the points")
-    split, stack = fit.split, fit.stack()
+    split, stack = fit.split, stack_of(fit)
     chosen = default if engine is None else engine
     points, log_proposal = proposal(key, np.asarray(normal.mean, np.float64), normal.covariance, num)
     marginal = _marginal(fit)
@@ -139,7 +140,7 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
     inner = fit.posterior.inner if isinstance(fit.posterior, CorrectedPosterior) else fit.posterior
     return replace(
         fit,
-        posterior=CorrectedPosterior(split, inner),
+        posterior=CorrectedPosterior(inner),
         state=fit.state._replace(server=corrected),
         history=_appended(fit.history, row),
         records=(*fit.records, record),

@@ -35,7 +35,7 @@ def all_finite(tree: PyTree) -> bool:
     return all(bool(np.all(np.isfinite(leaf))) for leaf in floats)
 
 
-def last_good(engine: Engine, chunk: tuple, bad: int, effort: str) -> tuple[int, tuple[PyTree, tuple, dict]]:
+def last_good(engine: Engine, chunk: tuple[Any, ...], bad: int, effort: str) -> tuple[int, tuple[PyTree, tuple, dict]]:
     """How many of a chunk's rounds leave finite states, and these; ``bad`` is the first whose loss is not finite.
 
     A gradient can be so before the loss is. States that are not finite stay so: halving finds the round.

@@ -6,8 +6,8 @@ from typing import Any
 
 from numpyro_fed.algorithm import Left, Posterior
 from numpyro_fed.checks import VerdictWarning
-from numpyro_fed.results.fit import Again, Fit
-from numpyro_fed.results.state import State
+from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.state import Again, State
 from numpyro_fed.run.prepare import Prepared
 from numpyro_fed.run.runner import Runner
 

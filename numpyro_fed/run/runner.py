@@ -96,7 +96,8 @@ class Runner:
         key = self._key(phase)
         server, states = self._begin(phase, key, left, None, None)
         sent, size = self._traffic(phase, server, states), phase.look or self.engine.chunk
-        done, info = 0, {}
+        info: dict[str, np.ndarray] = {}
+        done = 0
         with tqdm(total=phase.num_rounds, desc="finding a start", disable=not self.bar, leave=False) as bar:
             while done < phase.num_rounds:
                 count = min(size, phase.num_rounds - done)
@@ -122,7 +123,8 @@ class Runner:
             phase = phase._replace(algorithm=stale(phase.algorithm, len(names)))
         sent = self._traffic(phase, server, states)
         cohort_key = jax.random.fold_in(self.key, COHORTS)
-        size, done, info, interrupted = phase.look or self.engine.chunk, 0, {}, False
+        info: dict[str, np.ndarray] = {}
+        size, done, interrupted = phase.look or self.engine.chunk, 0, False
         with tqdm(total=phase.num_rounds, desc=self.label, disable=not self.bar, unit="round") as bar:
             try:
                 while done < phase.num_rounds:

@@ -30,4 +30,5 @@ def warm_start(posterior: Posterior, split: SplitModel, server: PyTree) -> WarmS
         covariance = np.atleast_2d(np.cov(draws.T)) + np.diag(1e-6 * sds**2 + LEAST_SD**2)
     chol = np.linalg.cholesky(covariance)
     sd = 1 / np.sqrt(np.diagonal(np.linalg.inv(covariance)))
-    return WarmStart(*(jnp.asarray(x, dtype) for x in (mean, chol, sd)), theta, units)
+    loc, lower, spread = (jnp.asarray(x, dtype) for x in (mean, chol, sd))
+    return WarmStart(loc, lower, spread, theta, units)

@@ -43,6 +43,7 @@ class Solver:
     marginal: Any = None  # "quadrature", "iw", "joint" or None: whatever suits the model
     num_nodes: int | None = None  # per dimension of a row, or draws a row
     name = ""
+    samples_locals = False  # it can sample locals with the globals
     noisy = False  # its answers have Monte Carlo error
 
     def __post_init__(self) -> None:

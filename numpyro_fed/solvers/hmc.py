@@ -56,6 +56,7 @@ class HMC(Solver):
     step_size: float | None = None
     stein: bool = True
     name = "hmc"
+    samples_locals = True
     noisy = True
 
     def draw(self, key: Array, density: Any, begin: Array, step_size: Any) -> tuple[Array, Array]:
