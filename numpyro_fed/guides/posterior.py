@@ -53,7 +53,7 @@ class GuidePosterior:
 
     Args:
         split: the model.
-        guide: :class:`~numpyro_fed.guides.StructuredNormal`, :class:`~numpyro_fed.guides.Amortised` or another.
+        guide: :class:`~numpyro_fed.guides.StructuredNormal`, :class:`~numpyro_fed.guides.Amortized` or another.
         weighting: how the bound weighs a silo's rows; None where that is not known, and then there is no bound.
         moving_centre: the locals move around the guide's mean; else around the start's centre.
     """
@@ -128,6 +128,5 @@ class GuidePosterior:
             return None
         if guide.needs_data:
             return LocalStart({}, {}, {}, (own.params, own.base))
-        return LocalStart(
-            *guide.summary_local(own.params, own.base, warm.loc, warm.context), own=(own.params, own.base)
-        )
+        loc, scale, coupling = guide.summary_local(own.params, own.base, warm.loc, warm.context)
+        return LocalStart(loc, scale, coupling, (own.params, own.base))

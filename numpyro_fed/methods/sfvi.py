@@ -20,7 +20,8 @@ import optax
 
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase, Plan, Program
 from numpyro_fed.checks import check_count
-from numpyro_fed.guides import StructuredNormal, as_guide
+from numpyro_fed.guides import StructuredNormal
+from numpyro_fed.guides.function import as_guide
 from numpyro_fed.guides.posterior import GuidePosterior
 from numpyro_fed.local import minibatch
 from numpyro_fed.local.bound import Weighting
@@ -55,7 +56,7 @@ class SFVI(Method):
     Args:
         model: an ordinary NumPyro model, called as ``model(**silos[name])``.
         guide: the variational family; by default ``nf.guides.StructuredNormal(scale_coupling=True)``. Also
-            ``nf.guides.Amortised(encoder)``, or a NumPyro guide function of the model's arguments.
+            ``nf.guides.Amortized(encoder)``, or a NumPyro guide function of the model's arguments.
         optim: any optax optimiser, for the server and (unless ``silo_optim`` is given) the silos. Parameters are
             whitened, so steps are in posterior sds; the default is Adam with a step that falls from 0.02 to 0.0002.
             Above 200 dimensions, where no start is looked for, steps are in the model's own units.

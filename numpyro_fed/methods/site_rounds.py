@@ -134,7 +134,8 @@ def site_rounds(
     def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
         sent = broadcast.common
         q = family.unpack(sent.q)
-        site, rows = family.unpack(sent.site if tied else broadcast.each), ()
+        site: Natural = family.unpack(sent.site if tied else broadcast.each)
+        rows: Any = ()
         if tied:
             rows = num_observations(split, data)
             site = power(site, quotient_of(rows, sent.total))

@@ -103,7 +103,7 @@ class Fit:
         sites that are computed from the silo's data (``numpyro.deterministic("mean", x @ beta)``) are left out.
 
         With ``data`` in place of ``silo``, draws for units that nobody has seen, from the encoder of an amortised guide
-        (:class:`~numpyro_fed.guides.Amortised`): the model's arguments, with what the encoder reads.
+        (:class:`~numpyro_fed.guides.Amortized`): the model's arguments, with what the encoder reads.
         """
         if (silo is None) == (data is None):
             raise TypeError("sample_local needs a silo, silo='york', or the data of new units, data=dict(...)")

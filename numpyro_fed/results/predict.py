@@ -3,7 +3,7 @@ r"""Predictions: the model run forward on joint draws of the posterior.
 Globals always come from :math:`q(z_G)`. Whether a local latent comes from its silo's :math:`q(z_L \mid z_G)` or from
 its prior :math:`p(z_L \mid z_G)` depends on whose it is: the units of a silo have their own posterior, new units of it
 know only what its other units taught about the silo, and a new silo knows the globals alone. An encoder
-(:class:`numpyro_fed.guides.Amortised`) reads the latents of new units off their data. The same holds for discrete
+(:class:`numpyro_fed.guides.Amortized`) reads the latents of new units off their data. The same holds for discrete
 latents, whose posterior given all else is exact. Observed sites are always drawn, never held; ``numpyro.factor`` weighs
 no draw.
 """
@@ -99,7 +99,7 @@ def encoded(fit: "Fit", keys: Array, data: Mapping[str, Any]) -> dict[str, Array
     kwargs, lengths = new_arguments(fit, data, None)
     if not encodes(fit, data):
         raise ValueError(
-            "the latents of new units are read off their data by an amortised guide (nf.guides.Amortised), which "
+            "the latents of new units are read off their data by an amortised guide (nf.guides.Amortized), which "
             "needs all of its inputs in data. This fit has "
             + (f"inputs {', '.join(fit.inputs)}" if fit.inputs else "another guide")
             + "; fit.predict(key, data) draws such latents from their prior instead."

@@ -41,10 +41,11 @@ def last_good(engine: Engine, chunk: tuple[Any, ...], bad: int, effort: str) -> 
     A gradient can be so before the loss is. States that are not finite stay so: halving finds the round.
     """
     low, high = 0, bad + 1  # after `low` rounds all is well, after `high` it is not
-    found = engine.rounds(*chunk, 0, effort)
+    rounds: Any = engine.rounds
+    found = rounds(*chunk, 0, effort)
     while high - low > 1:
         middle = bad if high == bad + 1 else (low + high) // 2  # most often the loss tells at once
-        after = engine.rounds(*chunk, middle, effort)
+        after = rounds(*chunk, middle, effort)
         if all_finite(after[:2]):
             low, found = middle, after
         else:
