@@ -401,7 +401,8 @@ class Difference:
         if means:
             return moved
         before, now = self.leaves
-        state = f"{now} leaves, {self.state:.1e}" if before == now else f"{before} leaves, now {now}"
+        apart = "other shapes" if np.isnan(self.state) else f"{self.state:.1e}"
+        state = f"{now} leaves, {apart}" if before == now else f"{before} leaves, now {now}"
         draws = f"draws {self.draws:.1e} sd, local {self.local:.1e} sd"
         return f"{draws}; {moved}; state: {state}; loss {self.loss:.1e}"
 
@@ -509,7 +510,13 @@ def compare(args: argparse.Namespace) -> int:
     with np.load(args.path, allow_pickle=False) as file:
         before = {key: file[key] for key in file.files}
     then = {name: str(value) for name, value in kind(before, "settings").items()}
-    changed = [f"{name} {then.get(name)!r}, now {value!r}" for name, value in settings().items() if then[name] != value]
+    now = settings()
+    if then["precision"] != now["precision"]:
+        print(
+            f"recorded in {then['precision']}, and this is {now['precision']}: compare with --x64 what was recorded so"
+        )
+        return 1
+    changed = [f"{name} {then.get(name)!r}, now {value!r}" for name, value in now.items() if then.get(name) != value]
     if changed:
         print(f"recorded with {'; '.join(changed)}", flush=True)
     compared, worse = 0, 0
