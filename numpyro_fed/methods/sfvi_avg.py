@@ -12,9 +12,8 @@ Where we deviate, and why:
   We multiply the silo's whole bound, so that a silo's target is :math:`p(z_G)\, p(y_j \mid z_G)^{N / N_j}`.
   ``scaling="paper"`` gives the paper's. Without local latents the two agree.
 - **Units.** The barycenter is taken in the coordinates of the start (:mod:`numpyro_fed.run.mode`), where every
-posterior
-  sd is about one, so it does not depend on the units of the model's parameters. Where no start is looked for these are
-  the model's own.
+  posterior sd is about one, so it does not depend on the units of the model's parameters. Where no start is looked for
+  these are the model's own.
 - **Centre.** The locals move with :math:`z_G` around the start's centre, not the guide's mean: the same family, and
   :math:`q(z_L \mid z_G)` stays what it was when the server moves the mean.
 """

@@ -24,8 +24,6 @@ from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.precision import UNOPTIMISED, compiled_once
 
 Array = Any
-# --- the certificate ------------------------------------------------------------------------------------------------
-
 DRAWN = np.arange(4)  # keys of the discrete values at which a split is checked: few rows might have equal values
 
 
