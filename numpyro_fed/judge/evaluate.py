@@ -108,9 +108,9 @@ def evaluate(
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def _measures(rows: Array) -> dict[str, float | int]:
+def _measures(found: Array) -> dict[str, float | int]:
     """Of log probabilities, label and whether it counts, side by side on the last axis."""
-    rows = np.asarray(rows, np.float64).reshape(-1, rows.shape[-1])
+    rows = np.asarray(found, np.float64).reshape(-1, found.shape[-1])
     rows = rows[rows[:, -1] > 0]
     if not len(rows):
         raise ValueError("no observation counts: there are none in data, or the model masks all of them")
@@ -155,7 +155,7 @@ def _averaged(posterior: Posterior, split: SplitModel) -> Program:
     """``(call, keys, draws of z_G, server, request) -> rows``, probabilities averaged over draws, taken in turn."""
 
     def run(call: Call, keys: Array, z: Array, server: PyTree, request: Request) -> Array:
-        one = lambda point: predicted(posterior, split, call, *point, server, request)[CLASSES]
+        one = lambda point: predicted(posterior, split, call, point[0], point[1], server, request)[CLASSES]
         rows = jax.lax.map(one, (keys, z))
         logs = jax.nn.logsumexp(rows[..., :-2], axis=0) - np.log(rows.shape[0])
         return jnp.concatenate([logs, rows[0, ..., -2:]], axis=-1)
