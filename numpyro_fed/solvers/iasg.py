@@ -10,6 +10,7 @@ from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.curvature import LEAST, largest_curvature, row_norms
 from numpyro_fed.normal.families import Natural
+from numpyro_fed.normal.moments import shrunk_variances
 from numpyro_fed.solvers.base import Tilted
 from numpyro_fed.solvers.linear import Linear, moved, place_at
 
@@ -81,10 +82,6 @@ class IASG(Linear):
             error = jnp.var(second - 2 * mean * first, axis=0, ddof=1) / self.num_chains
         else:
             error = 2 * variance**2 / num
-        centre = jnp.mean(variance)
-        share = jnp.clip(jnp.sum(error) / jnp.maximum(jnp.sum((variance - centre) ** 2), 1e-30), 0.0, 1.0)
-        shrinkage = share if self.shrinkage is None else self.shrinkage
-        variance = (1 - shrinkage) * variance + shrinkage * centre
-        at = moved(at, mean, jnp.sqrt(variance))
+        at = moved(at, mean, jnp.sqrt(shrunk_variances(variance, error, self.shrinkage)))
         with jax.enable_x64(True):
             return tilted.family.project(at.mean, at.root**2)
