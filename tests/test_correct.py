@@ -300,7 +300,7 @@ def test_locals_that_are_drawn() -> None:
         precision, total = precision + np.sum(1 / variance), total + np.sum(y / variance)
     silos = nf.Silos(data)
     fit = given(nf.EP(crowded), silos, [total / precision + 0.4 * precision**-0.5], [[0.7 / precision]])
-    assert correct._marginal(fit, fit._stack()) == ("iw", correct.DRAWS, "aligned")
+    assert correct._marginal(fit, fit._stack()) == ("importance_weighted", correct.DRAWS, "aligned")
     found = fit.correct(KEY, 4096).correction
     mean, cov = found.moments()
     assert abs(mean[0] - total / precision) < 0.05 * precision**-0.5

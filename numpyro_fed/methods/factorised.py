@@ -222,18 +222,19 @@ class Factorised(Method):
         solver = self._default_solver(split, quadrature or not split.groups) if given is None else given
         if not split.groups:
             return solver, Marginal("none")
-        samples = solver.name in ("hmc", "nuts")
-        kind = solver.marginal or ("joint" if samples else "quadrature" if quadrature else "iw")
+        samples = solver.samples_locals
+        suited = "joint" if samples else "quadrature" if quadrature else "importance_weighted"
+        kind = getattr(solver, "marginal", None) or suited
         if kind == "quadrature" and not quadrature:
             raise ValueError(
                 "quadrature needs rows of one or two local latents that do not meet in a term; here "
                 + ("rows meet" if rows == "whole" or joined else f"a row has {size}")
-                + ": use nf.solvers.HMC(), or marginal='iw'"
+                + ": use nf.solvers.HMC(), or marginal='importance_weighted'"
             )
         if kind == "joint" and not samples:
             raise ValueError("marginal='joint' samples the locals with the globals: use nf.solvers.HMC() or NUTS()")
-        default = {"quadrature": NODES.get(size, 1), "iw": DRAWS, "joint": 1}[kind]
-        return solver, Marginal(kind, solver.num_nodes or default, rows)
+        default = {"quadrature": NODES.get(size, 1), "importance_weighted": DRAWS, "joint": 1}[kind]
+        return solver, Marginal(kind, getattr(solver, "num_nodes", None) or default, rows)
 
     def _batching(self, split: SplitModel, stack: Stack, solver: Solver) -> Batching | None:
         """The solver's minibatches, if it takes them."""
@@ -325,7 +326,7 @@ class Factorised(Method):
                 jnp.zeros((), bool),
                 jnp.zeros(2 * d),
                 opt_state,
-                _known(solver.start(family, d), family, prior.factor),
+                solver.init_state(family, prior.factor),
             )
 
         def warming_up(server: Server, q: Natural) -> Array:
@@ -341,7 +342,7 @@ class Factorised(Method):
 
         def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
             frame, found = start_frame(split, data), components_of(split, data) if marginal.rows == "indexed" else None
-            return SiloState(frame, frame, solver.start(family, d), found)
+            return SiloState(frame, frame, solver.init_state(family, family.flat(d)), found)
 
         def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
             sent = broadcast.common
@@ -537,7 +538,7 @@ class Factorised(Method):
     def weighting(self, split: SplitModel, stack: Stack) -> Marginal:
         """How the fit integrates out the locals of these silos."""
         marginal = self._choose(split, stack, finder(split))[1]
-        return marginal._replace(kind="iw", num=DRAWS) if marginal.kind == "joint" else marginal
+        return marginal._replace(kind="importance_weighted", num=DRAWS) if marginal.kind == "joint" else marginal
 
     def elbo(
         self, split: SplitModel, marginal: Marginal, stack: Stack, server: Server, silos: tuple, key: Array

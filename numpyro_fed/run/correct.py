@@ -193,7 +193,7 @@ def _marginal(fit: "Fit", stack: Stack) -> Marginal:
     solver = getattr(method, "solver", None)
     same = getattr(solver, "marginal", None) in (None, found.kind)
     asked = (getattr(solver, "num_nodes", None) or 0) if same else 0
-    return found._replace(num=max(found.num, asked, DRAWS if found.kind == "iw" else 1))
+    return found._replace(num=max(found.num, asked, DRAWS if found.kind == "importance_weighted" else 1))
 
 
 def _appended(history: dict[str, np.ndarray], row: dict[str, Any]) -> dict[str, np.ndarray]:

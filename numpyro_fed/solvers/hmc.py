@@ -21,7 +21,7 @@ from numpyro_fed.normal import affine, stein
 from numpyro_fed.normal.families import LOG_2PI
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Projection, Solver, Tilted
+from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
 Array = Any
 LENGTH = 1.5  # of a trajectory, in sds: near a quarter of a period, where draws are nearly independent
@@ -32,7 +32,7 @@ FLOOR = 0.02  # least eigenvalue of the covariance in whitened coordinates
 
 
 @dataclass(frozen=True)
-class HMC(Solver):
+class HMC(BaseSolver):
     """Jittered Hamiltonian Monte Carlo: many short chains, no adaptation.
 
     Args:
@@ -50,6 +50,7 @@ class HMC(Solver):
     stein: bool = True
     name = "hmc"
     noisy = True
+    samples_locals = True
 
     def draw(self, key: Array, density: Any, begin: Array, step_size: Any) -> tuple[Array, Array]:
         """Draws (chains, samples, D) and how often proposals were accepted."""
