@@ -5,7 +5,7 @@ sample size 33,500). Two silos have 300 and 237 children, five have 200, 150, 10
 for every seed (seed 0 with two silos is the data set's own). Solvers that cannot get there (Laplace approximations,
 bounds with few draws) are in the table, too: their fixed point is elsewhere.
 
-Run it with ``python -m benchmarks.ep_six_cities``; ``--only "EP is"`` runs one line.
+Run it with ``python -m benchmarks.ep_six_cities``; ``--only "EP importance"`` runs one line.
 """
 
 import argparse
@@ -25,20 +25,20 @@ ALLOWED = 0.06, 0.05  # of a mean in sds, and of an sd ratio from one
 
 s = nf.solvers
 METHODS = {
-    "EP is": (nf.EP(model), 8),
+    "EP importance": (nf.EP(model), 8),
     "EP hmc, Stein": (nf.EP(model, solver="hmc"), 8),
     "EP hmc on the quadrature, Stein": (nf.EP(model, solver=s.HMC(marginal="quadrature")), 8),
     "EP nuts, Stein": (nf.EP(model, solver="nuts"), 8),
     "EP nuts, plain moments": (nf.EP(model, solver=s.NUTS(stein=False)), 8),
     "EP laplace on the quadrature": (nf.EP(model, solver="laplace"), 8),
     "EP laplace, joint (Schur)": (nf.EP(model, solver=s.Laplace(num_nodes=1)), 8),
-    "EP is, 64 draws a row": (nf.EP(model, solver=s.Importance(marginal="iw")), 8),
-    "EP is, diagonal family": (nf.EP(model, family="diagonal"), 20),
+    "EP importance, 64 draws a row": (nf.EP(model, solver=s.Importance(marginal="importance_weighted")), 8),
+    "EP importance, diagonal family": (nf.EP(model, family="diagonal"), 20),
     "PVI natural on the quadrature": (nf.PVI(model), 20),
-    "PVI natural, K = 10": (nf.PVI(model, solver=s.NaturalGradient(marginal="iw", num_nodes=10)), 20),
-    "PVI gradient, K = 10": (nf.PVI(model, solver=s.Gradient(marginal="iw", num_nodes=10)), 8),
-    "PVI gradient, K = 1": (nf.PVI(model, solver=s.Gradient(marginal="iw", num_nodes=1)), 8),
-    "SEP is": (nf.SEP(model), 20),
+    "PVI natural, K = 10": (nf.PVI(model, solver=s.NaturalGradient(marginal="importance_weighted", num_nodes=10)), 20),
+    "PVI gradient, K = 10": (nf.PVI(model, solver=s.Gradient(marginal="importance_weighted", num_nodes=10)), 8),
+    "PVI gradient, K = 1": (nf.PVI(model, solver=s.Gradient(marginal="importance_weighted", num_nodes=1)), 8),
+    "SEP importance": (nf.SEP(model), 20),
     "SFVI, K = 10": (nf.SFVI(model, importance_samples=10), 5000),
 }
 
@@ -93,7 +93,7 @@ def main(args):
         if args.only and name not in args.only:
             continue
         for num in args.silos:
-            for seed in range(args.seeds if name == "EP is" else 1):
+            for seed in range(args.seeds if name == "EP importance" else 1):
                 silos, key = silos_of(num, seed), jax.random.key(seed)
                 began = time.perf_counter()
                 fit = method.run(key, silos, most, progress_bar=False)

@@ -18,7 +18,6 @@ from test_influence import METHOD, make_silos, model, moments, posterior
 import numpyro_fed as nf
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.results import correction, importance
-from numpyro_fed.results.draws import stack_of
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import State
 from numpyro_fed.run import correct
@@ -307,7 +306,7 @@ def test_locals_that_are_drawn() -> None:
         precision, total = precision + np.sum(1 / variance), total + np.sum(y / variance)
     silos = nf.Silos(data)
     fit = given(nf.EP(crowded), silos, [total / precision + 0.4 * precision**-0.5], [[0.7 / precision]])
-    assert correct._marginal(fit, stack_of(fit)) == ("iw", correct.DRAWS, "aligned")
+    assert correct._marginal(fit) == ("importance_weighted", correct.DRAWS, "aligned")
     found = fit.correct(KEY, 4096).correction
     mean, cov = found.moments()
     assert abs(mean[0] - total / precision) < 0.05 * precision**-0.5

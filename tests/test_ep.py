@@ -287,9 +287,9 @@ def test_fits_start_one_another(x64, tmp_path):
     [
         (lambda: nf.EP(regression, family="banded"), "family must be 'full'"),
         (lambda: nf.EP(regression, damping=1.5), "damping is the share"),
-        (lambda: nf.EP(regression, solver="magic"), "solver must be one of 'is'"),
+        (lambda: nf.EP(regression, solver="magic"), "solver must be one of 'importance'"),
         (lambda: nf.EP(regression, tolerance=-1), "tolerance"),
-        (lambda: nf.PVI(regression, solver="is"), "nf.PVI's solver is 'natural' or 'gradient'"),
+        (lambda: nf.PVI(regression, solver="importance"), "nf.PVI's solver is 'natural' or 'gradient'"),
         (lambda: nf.EP(regression, server_optim="adam"), "server_optim"),
     ],
 )

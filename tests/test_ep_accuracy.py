@@ -106,9 +106,9 @@ def test_radon_is_corrected_to_nuts():
 
 
 COVERED = {  # a model of each kind that a solver treats differently
-    "long format": "is",  # rows found by their index
+    "long format": "importance",  # rows found by their index
     "visits": "hmc",  # rows of five latents, sampled with the globals
-    "mixture": "is",  # discrete latents summed out
+    "mixture": "importance",  # discrete latents summed out
 }
 
 

@@ -118,7 +118,7 @@ class Students:
 
 # [solver]
 @dataclass(frozen=True)
-class Grid(nf.solvers.Solver):
+class Grid(nf.solvers.BaseSolver):
     """Moments on a grid, for one global parameter."""
 
     num_points: int = 201

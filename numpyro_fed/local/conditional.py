@@ -19,6 +19,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.keys import digest
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import LOG_2PI
+from numpyro_fed.normal.newton import Spectrum, positive_spectrum
 
 Array = Any
 FLAT = 1e-4  # the least curvature of a row, in units of its prior
@@ -63,7 +64,9 @@ def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data:
     """Newton's method on the locals of a silo, given the globals, row by row, from ``loc``.
 
     A row's curvature is found by moving all rows of a group at once: exact when rows are independent given z_G. Where
-    they are not, the step is still uphill, and its length is searched.
+    they are not, the step is still uphill, and its length is searched. (Not the damped search of
+    :mod:`numpyro_fed.normal.newton`: that needs the Hessian of everything it moves, and here there are many rows, each
+    with a small one; a fixed number of steps keeps all silos in step, and each begins where the last one ended.)
     """
     # padded rows, and elements that a mask leaves out, stay where they are with a scale of one
     active = split.evaluate(z, loc, theta, data).active
@@ -73,8 +76,8 @@ def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data:
 
     gradient = jax.grad(density)
 
-    def curvature(z_local: dict) -> dict[str, tuple[Array, Array]]:
-        """Eigenvalues (made positive) and vectors of each row's negative Hessian."""
+    def curvature(z_local: dict) -> dict[str, Spectrum]:
+        """Of each row's negative Hessian."""
         out = {}
         for group in split.groups:
 
@@ -87,23 +90,15 @@ def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data:
             hessian = 0.5 * (hessian + jnp.swapaxes(hessian, -1, -2))
             real = active[group.name]
             hessian = jnp.where(real[:, :, None] & real[:, None, :], hessian, jnp.eye(group.size))
-            if group.size == 1:
-                values, vectors = hessian[..., 0], jnp.ones_like(hessian)
-            else:
-                values, vectors = jnp.linalg.eigh(hessian)
-            out[group.name] = (jnp.maximum(jnp.abs(values), FLAT), vectors)
+            out[group.name] = positive_spectrum(hessian, FLAT)
         return out
-
-    def solve(spectrum: tuple[Array, Array], right: Array) -> Array:
-        values, vectors = spectrum
-        return jnp.einsum("rij,rj->ri", vectors, jnp.einsum("rji,rj->ri", vectors, right) / values)
 
     lengths = jnp.array([1.0, 0.3, 0.05, 0.0])
 
     def improve(i: Any, carry: tuple[dict, dict]) -> tuple[dict, dict]:
         z_local, _ = carry
         spectrum, slope = curvature(z_local), gradient(z_local)
-        step = {g: jnp.where(active[g], solve(spectrum[g], slope[g]), 0.0) for g in z_local}
+        step = {g: jnp.where(active[g], spectrum[g].solve(slope[g]), 0.0) for g in z_local}
 
         def at(length: Array) -> dict:
             return jax.tree.map(lambda value, s: value + length * s, z_local, step)
@@ -121,7 +116,7 @@ def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data:
     coupling, root, diagonal = {}, {}, {}
     for group in split.groups:
         values, vectors = spectrum[group.name]
-        solved = jax.vmap(lambda right, s=spectrum[group.name]: solve(s, right))(cross[group.name])
+        solved = jax.vmap(spectrum[group.name].solve)(cross[group.name])
         coupling[group.name] = jnp.moveaxis(jnp.where(active[group.name], solved, 0.0), 0, -1)
         diagonal[group.name] = jnp.einsum("rij,rj,rij->ri", vectors, values, vectors)
         if group.size == 1:

@@ -1,10 +1,10 @@
 r"""A silo's factor, :math:`f_j(z_G) = \int p(y_j, z_{Lj} \mid z_G)\, dz_{Lj}`, and how its integral is taken.
 
 A :class:`Marginal` says how. ``"quadrature"``: Gauss and Hermite's rule in every row of one or two dimensions, around
-the row's mode. ``"iw"``: K draws per row, weighted (or per silo, where rows meet); a lower bound in expectation, and
-with fresh draws at each point what PVI's free energy asks for. ``"joint"``: not at all; a sampler draws the locals with
-the globals. ``"none"``: there are no locals. One quadrature node is the profile :math:`\max_{z_L} p(y, z_L | z_G)`,
-whose curvature is the Schur complement of the joint one.
+the row's mode. ``"importance_weighted"``: K draws per row, weighted (or per silo, where rows meet); a lower bound in
+expectation, and with fresh draws at each point what PVI's free energy asks for. ``"joint"``: not at all; a sampler
+draws the locals with the globals. ``"none"``: there are no locals. One quadrature node is the profile
+:math:`\max_{z_L} p(y, z_L | z_G)`, whose curvature is the Schur complement of the joint one.
 
 Solvers see a :class:`Factor`, functions of z_G alone, so the server's prior can be one, too.
 """
@@ -42,7 +42,7 @@ MOST_ELEMENTS = 2**21  # of one site's log density that are evaluated at once
 class Marginal(NamedTuple):
     """How locals are integrated out. Static: part of the compiled program."""
 
-    kind: str  # "none", "quadrature", "iw" or "joint"
+    kind: str  # "none", "quadrature", "importance_weighted" or "joint"
     num: int = 1  # nodes per dimension, or draws
     rows: str = "whole"  # how terms find their rows, see bound.Weighting
 
@@ -68,16 +68,16 @@ def choose(
     if not split.groups:
         return Marginal("none")
     quadrature, size = by_quadrature(split, survey), _row_size(split)
-    kind = kind or ("joint" if samples_locals else "quadrature" if quadrature else "iw")
+    kind = kind or ("joint" if samples_locals else "quadrature" if quadrature else "importance_weighted")
     if kind == "quadrature" and not quadrature:
         raise ValueError(
             "quadrature needs rows of one or two local latents that do not meet in a term; here "
             + ("rows meet" if survey.rows == "whole" or survey.joined else f"a row has {size}")
-            + ": use nf.solvers.HMC(), or marginal='iw'"
+            + ": use nf.solvers.HMC(), or marginal='importance_weighted'"
         )
     if kind == "joint" and not samples_locals:
         raise ValueError("marginal='joint' samples the locals with the globals: use nf.solvers.HMC() or NUTS()")
-    default = {"quadrature": NODES.get(size, 1), "iw": DRAWS, "joint": 1}[kind]
+    default = {"quadrature": NODES.get(size, 1), "importance_weighted": DRAWS, "joint": 1}[kind]
     return Marginal(kind, num or default, survey.rows)
 
 
@@ -148,7 +148,7 @@ def silo_factor(
             half = draw_rows(jax.random.key(0), split, data.mask, JOINT_DRAWS // 2)
             eps = jax.tree.map(lambda draws: jnp.concatenate([draws, -draws]), half)
             return Nodes(eps, jnp.full(JOINT_DRAWS, -np.log(JOINT_DRAWS), dtype))
-        if marginal.kind == "iw":
+        if marginal.kind == "importance_weighted":
             eps = draw_rows(jax.random.key(0) if key is None else key, split, data.mask, marginal.num)
             return Nodes(eps, jnp.full(marginal.num, -np.log(marginal.num), dtype))
         dims = max(k for _, k in shapes.values())
@@ -208,7 +208,7 @@ def silo_factor(
         (int(np.prod(leaf.shape)) for leaf in jax.tree.leaves((data.args, data.mask)) if np.ndim(leaf)), default=1
     )
     each = marginal.num ** max((k for _, k in shapes.values()), default=1) if marginal.kind == "quadrature" else 1
-    each = marginal.num if marginal.kind == "iw" else each
+    each = marginal.num if marginal.kind == "importance_weighted" else each
     batch = int(np.clip(MOST_ELEMENTS // max(elements * each, 1), 1, 1024))
     count = partial(num_observations, split, data)
     part = None if batching is None else partial(_estimate, split, theta, data, batching)

@@ -1,5 +1,15 @@
-"""A silo's parameters as one flat vector, and the steps of an optimiser on it."""
+r"""A silo's parameters as one flat vector, the steps of an optimiser on it, and samples from its iterates.
 
+**Iterate-averaged stochastic gradients.** Steps with noise do not stop at the mode but wander around it; how far says
+how wide the posterior is. A sample is an average of successive iterates, of one of two kinds:
+
+- Langevin's steps, :math:`x' = x + h \nabla \log p + \sqrt{2 h}\, \xi`: the average of *two* iterates. Where the
+  density is normal, it undoes what the finite step did to the iterates' variance, exactly and for every h.
+- Minibatch steps, whose noise has no known size: the average of all K iterates since the last sample (Mandt, Hoffman
+  and Blei 2017), which has the covariance of the posterior of as many observations as the K steps looked at.
+"""
+
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +23,9 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.curvature import curvature
 from numpyro_fed.precision import UNOPTIMISED
 
-Array = Any
+Array = jax.Array
+Carry = tuple[Array, Any]  # x, and the optimiser's state
+StepFn = Callable[[Array, Any, Array], tuple[Array, Any, Array]]  # (x, state, key) -> (x, state, the loss before it)
 
 
 class Flat(NamedTuple):
@@ -73,19 +85,63 @@ class Steps(NamedTuple):
     rate: Array
 
 
-class Walk(NamedTuple):
-    """Steps of a silo's optimiser: ``step(x, state, key) -> (x, state, loss before it)``."""
+def langevin(uphill: Callable[[Array], Array], step_size: Array) -> StepFn:
+    """Langevin's steps, from the gradient of a log density. They keep no state, and tell no loss."""
 
-    step: Any
+    def step(x: Array, state: tuple, key: Array) -> tuple[Array, tuple, Array]:
+        new = x + step_size * uphill(x) + jnp.sqrt(2 * step_size) * jax.random.normal(key, x.shape)
+        return new, state, jnp.zeros(())
+
+    return step
+
+
+def iterate_average(step: StepFn, carry: Carry, key: Array, num: int, pairs: bool) -> tuple[Carry, tuple[Array, Array]]:
+    """One sample: ``num`` steps from (x, state), and the average of all iterates or, with ``pairs``, of the last two.
+
+    Also returned: the loss before the first step.
+    """
+
+    def one(carry: tuple, key: Array) -> tuple[tuple, Array]:
+        x, state, average = carry
+        new, state, value = step(x, state, key)
+        average = 0.5 * (x + new) if pairs else average + new / num
+        return (new, state, average), value
+
+    begin = (*carry, jnp.zeros_like(carry[0]))
+    (x, state, average), values = jax.lax.scan(one, begin, jax.random.split(key, num))
+    return (x, state), (average, values[0])
+
+
+class Walk(NamedTuple):
+    """Steps of a silo's optimiser."""
+
+    step: StepFn
     state: Any
     curvature: Array  # the largest of the silo's loss at the start, where steps depend on it
 
-    def go(self, carry: tuple, key: Array, num: int) -> tuple[tuple, Array]:
+    def go(self, carry: Carry, key: Array, num: int) -> tuple[Carry, Array]:
         """So many steps from (x, state): where they end, and the loss before the first."""
 
-        def one(carry: tuple, key: Array) -> tuple[tuple, Array]:
+        def one(carry: Carry, key: Array) -> tuple[Carry, Array]:
             x, state, value = self.step(*carry, key)
             return (x, state), value
 
         carry, values = jax.lax.scan(one, carry, jax.random.split(key, num))
         return carry, values[0]
+
+    def samples(
+        self, x: Array, keys: tuple[Array, Array], num_warmup: int, num_samples: int, thinning: int, pairs: bool
+    ) -> tuple[Array, Array]:
+        """Samples (num_samples, d) by :func:`iterate_average`, and the loss at x, where the walk begins.
+
+        Args:
+            keys: of the warm-up, and of what follows.
+            num_warmup: steps before the first sample.
+            thinning: steps for each sample.
+        """
+        carry, first = (x, self.state), None
+        if num_warmup:
+            carry, first = self.go(carry, keys[0], num_warmup)
+        sample = lambda carry, key: iterate_average(self.step, carry, key, thinning, pairs)
+        _, (draws, values) = jax.lax.scan(sample, carry, jax.random.split(keys[1], num_samples))
+        return draws, values[0] if first is None else first

@@ -18,7 +18,7 @@ class EP(Factorised):
         damping: the share of a proposed change that the server accepts, in (0, 1]. By default 1 for exact solvers when
             all silos speak or one after another, 0.5 where cohorts are drawn or messages are stale, and falling with
             the number of visits where the solver draws samples.
-        solver: how a silo finds moments: ``"is"`` (importance sampling on fixed points; the default in up to 20
+        solver: how a silo finds moments: ``"importance"`` (importance sampling on fixed points; the default in up to 20
             dimensions where locals can be integrated row by row), ``"hmc"`` (the default otherwise), ``"nuts"``,
             ``"laplace"``, or an object such as ``nf.solvers.HMC(num_chains=100)``. For very many dimensions, with a
             ``"diagonal"`` or ``"identity"`` family: ``"fisher"``, ``"ngvi"``, ``"iasg"``, ``"identity"`` (the paper's

@@ -23,7 +23,7 @@ from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.factorised_posterior import SitesPosterior
-from numpyro_fed.methods.site_rounds import UNHEARD, Server, SiloState, known, site_rounds
+from numpyro_fed.methods.site_rounds import UNHEARD, Server, SiloState, site_rounds
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
@@ -104,7 +104,7 @@ class Factorised(Method):
             "rounds",
             chosen.rounds,
             begin=lambda left, fresh: self._begin(split, chosen.solver, plan, left, fresh),
-            begin_silo=lambda given, state, local: self._begin_silo(split, given, state, local),
+            begin_silo=lambda given, state, local: self._begin_silo(split, chosen.solver, given, state, local),
             num_rounds=rounds,
             done=(lambda info: bool(info["moving"][-1] < self.tolerance)) if stops else None,
             finish=lambda left, server, info: self._finish(plan.names, left, server),
@@ -149,7 +149,8 @@ class Factorised(Method):
         given = None if self.solver is None else self._check_solver(self.solver)
         exact = integrate.by_quadrature(split, survey) or not split.groups
         solver = self._default_solver(split, exact) if given is None else given
-        return solver, integrate.choose(split, survey, solver.marginal, solver.num_nodes, solver.samples_locals)
+        asked = getattr(solver, "marginal", None), getattr(solver, "num_nodes", None)
+        return solver, integrate.choose(split, survey, *asked, solver.samples_locals)
 
     def batch_size_for(self, split: SplitModel) -> int | None:
         return None if self.solver is None else getattr(self._check_solver(self.solver), "batch_size", None)
@@ -178,7 +179,7 @@ class Factorised(Method):
             return Begun(self._steps(split, solver, plan, left.server))
         if left.warm is None:
             return Begun(self._steps(split, solver, plan, fresh))
-        server, q = self._from_warm_start(left.warm, fresh)
+        server, q = self._from_warm_start(solver, left.warm, fresh)
         return Begun(self._steps(split, solver, plan, server), Given(left.warm.loc, as_family(self.family).pack(q)))
 
     def _steps(self, split: SplitModel, solver: Solver, plan: Plan, server: Server) -> Server:
@@ -195,7 +196,7 @@ class Factorised(Method):
                 wary=jnp.asarray(free and plan.cohort is None),  # else rounds are different silos' moves
             )
 
-    def _from_warm_start(self, warm: WarmStart, server: Server) -> tuple[Server, Natural]:
+    def _from_warm_start(self, solver: Solver, warm: WarmStart, server: Server) -> tuple[Server, Natural]:
         """Sites, equal parts, whose product with the prior is what another method found; and that."""
         family, num = as_family(self.family), server.visits.shape[0]
         mean, sd = np.asarray(warm.loc, np.float64), np.asarray(warm.sd, np.float64)
@@ -214,17 +215,17 @@ class Factorised(Method):
             sites=server.sites._replace(each=each),
             visits=jnp.ones_like(server.visits),
             moving=jnp.full_like(server.moving, UNHEARD),
-            own=known(server.own, family, q),
+            own=solver.init_state(family, q),
         )
         return server, q
 
     def _begin_silo(
-        self, split: SplitModel, given: Given | tuple, state: SiloState, local: LocalStart | None
+        self, split: SplitModel, solver: Solver, given: Given | tuple, state: SiloState, local: LocalStart | None
     ) -> SiloState:
         if not isinstance(given, Given):
             return state
         family = as_family(self.family)
-        state = state._replace(own=known(state.own, family, family.unpack(given.q)))
+        state = state._replace(own=solver.init_state(family, family.unpack(given.q)))
         if not split.groups or local is None or not local.loc:
             return state
         root = {g: jax.vmap(jnp.diag)(scale) for g, scale in local.scale.items()}

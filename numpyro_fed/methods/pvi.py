@@ -26,7 +26,7 @@ class PVI(Factorised):
             ``"gradient"`` (reparametrised gradients; the default above 200 dimensions and for families without
             correlations), or an object such as
             ``nf.solvers.NaturalGradient(num_points=256)``. Local latents are integrated by quadrature where rows
-            allow; ``marginal="iw", num_nodes=K`` takes a bound with K draws a row instead.
+            allow; ``marginal="importance_weighted", num_nodes=K`` takes a bound with K draws a row instead.
         server_optim, tolerance, local, shared: as for :class:`~numpyro_fed.EP`.
 
     Example:
@@ -37,8 +37,8 @@ class PVI(Factorised):
 
     def _check_solver(self, solver: Any) -> Solver:
         found = as_solver(solver)
-        if not isinstance(found, NaturalGradient | Gradient):
-            raise ValueError(f"nf.PVI's solver is 'natural' or 'gradient', got {solver!r}: {found.name!r} is nf.EP's")
+        if not getattr(found, "minimises_free_energy", False):
+            raise ValueError(f"nf.PVI's solver is 'natural' or 'gradient', got {solver!r}, which is nf.EP's")
         return found
 
     def _default_solver(self, split: SplitModel, quadrature: bool) -> Solver:

@@ -14,7 +14,6 @@ from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal import sites, trust
-from numpyro_fed.normal.affine import Coordinates, coordinates
 from numpyro_fed.normal.families import Family, Natural, power, product, quotient
 from numpyro_fed.normal.prior import Prior
 from numpyro_fed.normal.sites import Sites
@@ -113,7 +112,7 @@ def site_rounds(
             jnp.zeros((), bool),
             jnp.zeros(2 * d),
             opt_state,
-            known(solver.start(family, d), family, prior.factor),
+            solver.init_state(family, prior.factor),
             *(counts if tied else ()),
         )
 
@@ -129,7 +128,7 @@ def site_rounds(
 
     def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
         frame, found = start_frame(split, data), components_of(split, data) if marginal.rows == "indexed" else None
-        return SiloState(frame, frame, solver.start(family, d), found)
+        return SiloState(frame, frame, solver.init_state(family, family.flat(d)), found)
 
     def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
         sent = broadcast.common
@@ -239,8 +238,3 @@ def site_rounds(
 @in_x64
 def quotient_of(a: Array, b: Array) -> Array:
     return a / b
-
-
-def known(solver_state: Any, family: Family, q: Natural) -> Any:
-    """What a solver keeps, where that is the coordinates of its tilted distribution: begun at those of q."""
-    return coordinates(family, q) if isinstance(solver_state, Coordinates) else solver_state

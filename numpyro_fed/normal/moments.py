@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from numpyro_fed.normal import stein
 from numpyro_fed.precision import in_x64
 
 Array = Any
@@ -89,7 +90,8 @@ def shrinkage(draws: Array, rho: Any) -> Shrinkage:
         if not isinstance(rho, str) and math.isfinite(rho):
             return Shrinkage(one / (1 + (num - 1) * rho), one * (num - 1) * rho, one)
         away = draws - jnp.mean(draws, axis=0)
-        scale = jnp.sqrt(_variances(jnp.sum(away**2, axis=0) / (num - 1), num - 1))
+        variances = jnp.sum(away**2, axis=0) / (num - 1)
+        scale = jnp.sqrt(shrunk_variances(variances, 2 * variances**2 / (num + 1)))  # as of normal draws
         away = away / scale
         gram = away @ away.T / (num - 1)  # (l, l), with the eigenvalues of S~
         trace = jnp.trace(gram)
@@ -101,12 +103,19 @@ def shrinkage(draws: Array, rho: Any) -> Shrinkage:
     return chosen(draws)
 
 
-def _variances(found: Array, num: int) -> Array:
-    """Shrunk towards their mean by the share of their spread that is the noise of ``num`` degrees of freedom."""
-    mean = jnp.mean(found)
-    noise = jnp.sum(2 * found**2 / (num + 2))
-    share = jnp.clip(noise / jnp.maximum(jnp.sum((found - mean) ** 2), LEAST), 0.0, 1.0)
-    return jnp.maximum(share * mean + (1 - share) * found, 1e-12 * mean + LEAST)
+def shrunk_variances(variances: Array, error: Array, share: Array | float | None = None) -> Array:
+    """Shrunk towards their mean by as much as their Monte Carlo error is of their spread (Opgen-Rhein and Strimmer).
+
+    Args:
+        variances: (d,).
+        error: (d,), the variance of each of them as an estimate.
+        share: of the mean in the result, in [0, 1], where it is not to be chosen.
+    """
+    mean = jnp.mean(variances)
+    if share is None:
+        spread = jnp.maximum(jnp.sum((variances - mean) ** 2), LEAST)
+        share = jnp.clip(jnp.sum(error) / spread, 0.0, 1.0)
+    return jnp.maximum(share * mean + (1 - share) * variances, 1e-12 * mean + LEAST)
 
 
 # --- the dynamic programme ------------------------------------------------------------------------------------------
@@ -202,19 +211,15 @@ def direct(theta: Array, draws: Array, rho: Any) -> Array:
 def corrected(delta: Array, draws: Array, gradients: Array, shrunk: Shrinkage) -> Array:
     r"""Delta without most of its Monte Carlo error, from the gradients g of minus the log density at the draws.
 
-    By Stein's identity :math:`E g = 0` and :math:`E g (x - \mu)^\top = I`, so with C the draws' covariance of g and x,
-    and s the share of the diagonal in the shrunk covariance,
+    By Stein's identity (:mod:`numpyro_fed.normal.stein`), with C the draws' covariance of g and x, and s the share of
+    the diagonal in the shrunk covariance,
 
     .. math:: \Delta' = [(1 - s) C + s I] \Delta + \bar g
 
     has the same limit. Where the density is normal and nothing is shrunk, it is the gradient at :math:`\theta`,
     exactly, whatever the draws are. :math:`O(\ell d)`.
     """
-    kept = shrunk.a * shrunk.c
-    away = draws - jnp.mean(draws, axis=0)
-    mean = jnp.mean(gradients, axis=0)
-    along = (gradients - mean).T @ (away @ delta) / (draws.shape[0] - 1)
-    return kept * along + (1 - kept) * delta + mean
+    return stein.corrected(delta, draws, gradients, shrunk.a * shrunk.c) + jnp.mean(gradients, axis=0)
 
 
 # --- the precision --------------------------------------------------------------------------------------------------
@@ -250,13 +255,10 @@ def precision(draws: Array, shrunk: Shrinkage, gradients: Array | None = None) -
 
 
 def _corrected_precision(draws: Array, shrunk: Shrinkage, gradients: Array) -> Precision:
-    num, d = draws.shape
+    d = draws.shape[1]
     plain = precision(draws, shrunk)
     inverse = plain.directions.T @ (plain.weights[:, None] * plain.directions)
-    kept = shrunk.a * shrunk.c
-    away = draws - jnp.mean(draws, axis=0)
-    slope = (gradients - jnp.mean(gradients, axis=0)).T @ away / (num - 1)
-    found = (kept * slope + (1 - kept) * jnp.eye(d)) @ inverse
+    found = stein.corrected(inverse, draws, gradients, shrunk.a * shrunk.c)
     values, vectors = jnp.linalg.eigh(0.5 * (found + found.T))
     return Precision(jnp.zeros(d), values, vectors.T)  # noise may make one negative: the sum is what counts
 

@@ -193,7 +193,7 @@ def _marginal(fit: Fit) -> Marginal:
         return found
     own = getattr(fit.posterior, "marginal", None)
     asked = own.num if own is not None and own.kind == found.kind else 0
-    return found._replace(num=max(found.num, asked, DRAWS if found.kind == "iw" else 1))
+    return found._replace(num=max(found.num, asked, DRAWS if found.kind == "importance_weighted" else 1))
 
 
 def _appended(history: dict[str, np.ndarray], row: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from numpyro_fed.solvers.base import Projection, Solver, Tilted
+from numpyro_fed.solvers.base import BaseSolver, Projection, Solver, Tilted
 from numpyro_fed.solvers.gradient import Gradient
 from numpyro_fed.solvers.hmc import HMC, NUTS
 from numpyro_fed.solvers.iasg import IASG
@@ -11,19 +11,22 @@ from numpyro_fed.solvers.laplace import Laplace
 from numpyro_fed.solvers.linear import NGVI, Fisher, Identity
 from numpyro_fed.solvers.natural import NaturalGradient
 
-SOLVERS: dict[str, type[Solver]] = {
+SOLVERS: dict[str, type[BaseSolver]] = {
     kind.name: kind
     for kind in (Importance, HMC, NUTS, Laplace, NaturalGradient, Gradient, IASG, Fisher, NGVI, Identity)
 }
 
 
 def as_solver(solver: Any) -> Solver:
-    """A solver from its name, or an error that says what to type."""
-    if isinstance(solver, Solver):
+    """A solver from its name, any object that is one, or an error that says what to type."""
+    if isinstance(solver, Solver) and not isinstance(solver, type):
         return solver
     if isinstance(solver, str) and solver in SOLVERS:
         return SOLVERS[solver]()
-    raise ValueError(f"solver must be one of {', '.join(map(repr, SOLVERS))} or an nf.solvers object, got {solver!r}")
+    raise ValueError(
+        f"solver must be one of {', '.join(map(repr, SOLVERS))}, an nf.solvers object, or an object with the members "
+        f"of nf.solvers.Solver, got {solver!r}"
+    )
 
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "IASG",
     "NGVI",
     "NUTS",
+    "BaseSolver",
     "Fisher",
     "Gradient",
     "Identity",

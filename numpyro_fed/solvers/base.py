@@ -1,12 +1,16 @@
 """What a silo is asked, and what it answers: the interface of all solvers."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
+
+from numpyro_fed.algorithm import PyTree
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal.families import Family, Natural, quotient
 
-Array = Any
+Array = jax.Array
+MARGINALS = ("quadrature", "importance_weighted", "joint")
 
 
 class Tilted(NamedTuple):
@@ -36,30 +40,55 @@ class Projection(NamedTuple):
     solver_state: Any = ()  # what the solver keeps between rounds
 
 
-@dataclass(frozen=True)
-class Solver:
-    """A way to project a tilted distribution. A frozen value: part of the compiled program."""
+@runtime_checkable
+class Solver(Protocol):
+    """A way to project a tilted distribution onto the family. Any object with these members is one.
 
-    marginal: Any = None  # "quadrature", "iw", "joint" or None: whatever suits the model
+    It must be hashable, as a frozen dataclass is, for it is part of the compiled program. Where locals are to be
+    integrated out in a way of its own, it has ``marginal`` and ``num_nodes``, too: see :class:`BaseSolver`.
+    """
+
+    @property
+    def noisy(self) -> bool:
+        """Whether answers have Monte Carlo error: the server's steps then fall with every visit."""
+
+    @property
+    def samples_locals(self) -> bool:
+        """Whether it can draw the locals with the globals (:attr:`~numpyro_fed.local.integrate.Factor.joint`)."""
+
+    def step(self, d: int, family: Family) -> float:
+        """The longest step of the server, at most 1, that is stable."""
+
+    def init_state(self, family: Family, q: Natural) -> PyTree:
+        """What the silo keeps between rounds, beside its locals' frame; ``q`` is where the run begins."""
+
+    def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: PyTree) -> Projection:
+        """The projection, from where the silo's locals were last time and from what the solver kept."""
+
+
+@dataclass(frozen=True)
+class BaseSolver:
+    """What the solvers of this folder share, and defaults for those of yours."""
+
+    marginal: str | None = None  # "quadrature", "importance_weighted", "joint" or None: whatever suits the model
     num_nodes: int | None = None  # per dimension of a row, or draws a row
     name = ""
-    samples_locals = False  # it can sample locals with the globals
-    noisy = False  # its answers have Monte Carlo error
+    noisy = False
+    samples_locals = False
+    minimises_free_energy = False  # KL(q || tilted), for PVI; else moments are matched, or tried to
 
     def __post_init__(self) -> None:
-        if self.marginal not in (None, "quadrature", "iw", "joint"):
-            raise ValueError(f"marginal must be 'quadrature', 'iw' or 'joint', got {self.marginal!r}")
+        if self.marginal not in (None, *MARGINALS):
+            raise ValueError(f"marginal must be one of {', '.join(map(repr, MARGINALS))}, got {self.marginal!r}")
         num = self.num_nodes
         if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 1):
             raise ValueError(f"num_nodes must be an int of at least 1, got {num!r}")
 
     def step(self, d: int, family: Family) -> float:
-        """The longest stable step."""
         return 1.0
 
-    def start(self, family: Family, d: int) -> Any:
-        """What the silo keeps between rounds, beside its locals' frame."""
+    def init_state(self, family: Family, q: Natural) -> PyTree:
         return ()
 
-    def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
+    def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: PyTree) -> Projection:
         raise NotImplementedError

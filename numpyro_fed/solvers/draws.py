@@ -15,17 +15,15 @@ has not. What is flat there is given a thousandth of the largest curvature.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from numpyro_fed.normal.newton import derivatives, find_mode, floored_inverse_root
 from numpyro_fed.solvers.hmc import NUTS
+from numpyro_fed.solvers.newton import NEWTON_STEPS
 
-Array = Any
-NEWTON_STEPS = 30
-HALVINGS = 8
-NEAR = 1e-2  # a log density's last hundredth: a tenth of an sd
+Array = jax.Array
 FLAT = 1e-3  # of the largest curvature, the least
 CHAINS, WARMUP, STEP = 4, 50, 0.7
 
@@ -66,24 +64,7 @@ def _exact(x: Array) -> Array:
 
 
 def _coordinates(start: Array, log_density: Callable) -> tuple[Array, Array]:
-    """The mode, by damped Newton steps, and R with R R' the inverse of minus the Hessian there."""
-    gradient, hessian = jax.grad(log_density), jax.hessian(log_density)
-
-    def inverse_root(x: Array) -> Array:
-        values, vectors = jnp.linalg.eigh(-hessian(x))
-        largest = jnp.max(jnp.abs(values))
-        return vectors * jax.lax.rsqrt(jnp.maximum(values, FLAT * largest + 1e-20))
-
-    def step(x: Array, _: None) -> tuple[Array, None]:
-        root, uphill = inverse_root(x), gradient(x)
-        move = root @ (root.T @ uphill)
-        sizes = 0.5 ** jnp.arange(HALVINGS)
-        values = jax.lax.map(lambda size: log_density(x + size * move), sizes)
-        values = jnp.where(jnp.isfinite(values), values, -jnp.inf)
-        best = jnp.argmax(values)
-        taken = jnp.where(values[best] > log_density(x), sizes[best], 0.0)
-        # so near the mode gains are lost in the rounding of a sum over observations
-        return x + jnp.where(0.5 * uphill @ move < NEAR, 1.0, taken) * move, None
-
-    mode, _ = jax.lax.scan(step, start, None, NEWTON_STEPS)
-    return mode, inverse_root(mode)
+    """The mode, and R with R R' the inverse of minus the Hessian there."""
+    mode = find_mode(lambda x, _: derivatives(log_density, x), start, limit=NEWTON_STEPS)
+    precision = derivatives(log_density, mode.x)[2]
+    return mode.x, floored_inverse_root(precision, FLAT, jnp.max(jnp.abs(jnp.diagonal(precision))) + 1e-20)

@@ -19,13 +19,13 @@ from numpyro_fed.normal.families import Natural
 from numpyro_fed.optim import check_optim
 from numpyro_fed.precision import in_x64, to_user_dtype
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Projection, Solver, Tilted
+from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
 Array = Any
 
 
 @dataclass(frozen=True)
-class Gradient(Solver):
+class Gradient(BaseSolver):
     """Optax steps on q and the locals' guide.
 
     Args:
@@ -39,6 +39,7 @@ class Gradient(Solver):
     num_particles: int = 4
     name = "gradient"
     noisy = True
+    minimises_free_energy = True
     most_newton = 200
 
     def __post_init__(self) -> None:

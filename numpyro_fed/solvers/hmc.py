@@ -4,15 +4,8 @@ In coordinates z = m + R x of the posterior (or, at first, of the tilted distrib
 tilted distribution is about standard normal, and so are its locals in their frame. So nothing is adapted: unit mass, a
 fixed step; data, cavity and start are arguments of one program that serves all rounds and silos.
 
-Moments are corrected by Stein's identity, with the scores g that the sampler has anyway:
-
-.. math::
-
-    \mu = \overline{x + g}, \qquad
-    V = \overline{x x^\top} + \mathrm{sym}(\overline{g x^\top} + I) - \mu \mu^\top
-
-Where the tilted distribution is normal, :math:`x + g` is constant and the correction removes all Monte Carlo error;
-where scores have heavy tails, the draws' own moments are taken.
+Moments are corrected by Stein's identity (:mod:`numpyro_fed.normal.stein`), with the gradients that the sampler has
+anyway; where these have heavy tails, the draws' own moments are taken.
 """
 
 from dataclasses import dataclass
@@ -24,11 +17,11 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer.hmc import hmc
 
 from numpyro_fed.local.integrate import Factor, moved
-from numpyro_fed.normal import affine
+from numpyro_fed.normal import affine, stein
 from numpyro_fed.normal.families import LOG_2PI
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Projection, Solver, Tilted
+from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
 Array = Any
 LENGTH = 1.5  # of a trajectory, in sds: near a quarter of a period, where draws are nearly independent
@@ -39,7 +32,7 @@ FLOOR = 0.02  # least eigenvalue of the covariance in whitened coordinates
 
 
 @dataclass(frozen=True)
-class HMC(Solver):
+class HMC(BaseSolver):
     """Jittered Hamiltonian Monte Carlo: many short chains, no adaptation.
 
     Args:
@@ -47,7 +40,7 @@ class HMC(Solver):
         num_warmup: steps before those.
         step_size: in sds; by default .7 for the globals alone and .35 where locals are sampled too (less in very many
             dimensions).
-        stein: correct moments by scores.
+        stein: correct moments by gradients.
     """
 
     num_chains: int = 50
@@ -58,6 +51,7 @@ class HMC(Solver):
     name = "hmc"
     samples_locals = True
     noisy = True
+    samples_locals = True
 
     def draw(self, key: Array, density: Any, begin: Array, step_size: Any) -> tuple[Array, Array]:
         """Draws (chains, samples, D) and how often proposals were accepted."""
@@ -147,11 +141,12 @@ class HMC(Solver):
         density = density_in(at, frame)
         mean, cov = last.mean, last.cov
         if self.stein:
-            scores = jax.lax.map(jax.grad(density), draws, batch_size=_divisor(len(draws)))[:, :d]
-            corrected = _stein(draws[:, :d], scores)
-            # scores with heavy tails (a funnel) add more noise than they take away
-            useful = last.fine & (jnp.linalg.eigvalsh(scores.T @ scores / len(scores))[-1] < WIDE)
-            mean, cov = (jnp.where(useful, new, old) for new, old in zip(corrected, (mean, cov), strict=True))
+            downhill = jax.grad(lambda y: -density(y))
+            gradients = jax.lax.map(downhill, draws, batch_size=_divisor(len(draws)))[:, :d]
+            exact_mean, exact_cov = stein.whitened_moments(draws[:, :d], gradients)
+            # gradients with heavy tails (a funnel) add more noise than they take away
+            useful = last.fine & (jnp.linalg.eigvalsh(gradients.T @ gradients / len(gradients))[-1] < WIDE)
+            mean, cov = jnp.where(useful, exact_mean, mean), jnp.where(useful, _floored(exact_cov), cov)
         values = jax.lax.map(density, draws[:: max(1, len(draws) // 64)], batch_size=1)
         # E[log tilted - log normal] over the draws: the log integral, too large by KL(tilted || normal)
         log_mean = jnp.mean(values) + 0.5 * (d + size) + 0.5 * jnp.linalg.slogdet(cov)[1]
@@ -212,13 +207,6 @@ class NUTS(HMC):
 
         draws, accepted = jax.vmap(chain)(jax.random.split(key, self.num_chains), begin)
         return draws, jnp.mean(accepted)
-
-
-def _stein(x: Array, scores: Array) -> tuple[Array, Array]:
-    d = x.shape[1]
-    mean = jnp.mean(x + scores, axis=0)
-    cross = scores.T @ x / len(x) + jnp.eye(d)
-    return mean, _floored(x.T @ x / len(x) + 0.5 * (cross + cross.T) - jnp.outer(mean, mean))
 
 
 def _floored(cov: Array) -> Array:

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_fed.local.integrate import Factor
+from numpyro_fed.local.walk import iterate_average, langevin
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.curvature import LEAST, largest_curvature, row_norms
 from numpyro_fed.normal.families import Natural
+from numpyro_fed.normal.moments import shrunk_variances
 from numpyro_fed.solvers.base import Tilted
 from numpyro_fed.solvers.linear import Linear, moved, place_at
 
@@ -20,10 +22,9 @@ Array = Any
 class IASG(Linear):
     r"""Variances of iterate-averaged stochastic gradient samples.
 
-    From the mode, chains of steps with noise, :math:`x_{t+1} = x_t + h \nabla + \sqrt{2 h} \xi_t`. A sample is the
-    average of two successive iterates: where the tilted distribution is normal, averaging undoes what the finite step
-    did to the iterates' variance, exactly and for every h. (FedPA averages an epoch of minibatch steps, whose noise has
-    no known size.) The step is ``step_size`` over the largest curvature, which power iteration finds.
+    From the mode, chains of Langevin's steps, of which two successive ones are averaged
+    (:mod:`numpyro_fed.local.walk`); their size is ``step_size`` over the largest curvature, which power iteration
+    finds.
 
     Variances are shrunk towards their mean, in units of the Hessian's rows at the mode, by as much as their Monte Carlo
     error is of their spread (Opgen-Rhein and Strimmer 2007).
@@ -56,21 +57,19 @@ class IASG(Linear):
         uphill = jax.grad(place.density)
         h = self.step_size / largest_curvature(power_key, uphill, scale.shape)
 
-        def step(x: Array, key: Array) -> tuple[Array, Array]:
-            new = x + h * uphill(x) + jnp.sqrt(2 * h) * jax.random.normal(key, x.shape)
-            return new, 0.5 * (x + new)
+        step = langevin(uphill, h)
 
         def sample(carry: tuple, given: tuple) -> tuple[tuple, None]:
             x, first, second = carry
-            kept, key = given
-            x, pairs = jax.lax.scan(step, x, jax.random.split(key, self.thinning))
-            return (x, first + kept * pairs[-1], second + kept * pairs[-1] ** 2), None
+            weight, key = given
+            (x, _), (drawn, _) = iterate_average(step, (x, ()), key, self.thinning, pairs=True)
+            return (x, first + weight * drawn, second + weight * drawn**2), None
 
         def chain(key: Array, x: Array) -> tuple[Array, Array]:
             total = self.num_warmup + self.num_samples
-            kept = (jnp.arange(total) >= self.num_warmup) / self.num_samples
+            weight = (jnp.arange(total) >= self.num_warmup) / self.num_samples
             zeros = jnp.zeros_like(x)
-            (_, first, second), _ = jax.lax.scan(sample, (x, zeros, zeros), (kept, jax.random.split(key, total)))
+            (_, first, second), _ = jax.lax.scan(sample, (x, zeros, zeros), (weight, jax.random.split(key, total)))
             return first, second
 
         begin = jax.random.normal(begin_key, (self.num_chains, *scale.shape))
@@ -81,10 +80,6 @@ class IASG(Linear):
             error = jnp.var(second - 2 * mean * first, axis=0, ddof=1) / self.num_chains
         else:
             error = 2 * variance**2 / num
-        centre = jnp.mean(variance)
-        share = jnp.clip(jnp.sum(error) / jnp.maximum(jnp.sum((variance - centre) ** 2), 1e-30), 0.0, 1.0)
-        shrinkage = share if self.shrinkage is None else self.shrinkage
-        variance = (1 - shrinkage) * variance + shrinkage * centre
-        at = moved(at, mean, jnp.sqrt(variance))
+        at = moved(at, mean, jnp.sqrt(shrunk_variances(variance, error, self.shrinkage)))
         with jax.enable_x64(True):
             return tilted.family.project(at.mean, at.root**2)

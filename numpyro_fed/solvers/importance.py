@@ -22,10 +22,11 @@ from jax.scipy.special import logsumexp
 
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
+from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.normal.points import enough_points, normal_points, stable_step
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Projection, Solver, Tilted
+from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
 Array = Any
 TRIES = 5
@@ -36,18 +37,18 @@ FEWEST = 512
 
 
 @dataclass(frozen=True)
-class Importance(Solver):
+class Importance(BaseSolver):
     """Importance sampling on ``num_points`` fixed points (by default as many as a full step needs to be stable)."""
 
     num_points: int | None = None
-    name = "is"
+    name = "importance"
     most_dims = 20
 
     def points(self, d: int, correlations: bool) -> int:
         least = FEWEST if d > 1 else FEWEST // 4
         return max(least, enough_points(d, correlations)) if self.num_points is None else self.num_points
 
-    def step(self, d: int, family: Any) -> float:
+    def step(self, d: int, family: Family) -> float:
         full = family.kind == "full"
         return stable_step(d, self.points(d, full), full)
 
@@ -96,11 +97,9 @@ class Importance(Solver):
         again = tree_where(ok, last.at, affine.coordinates(family, tilted.q))
         return Projection(natural, last.value, last.ess, ok, last.frame, solver_state=() if full else again)
 
-    def start(self, family: Any, d: int) -> Any:
-        if family.kind == "full":
-            return ()
-        with jax.enable_x64(True):
-            return affine.Coordinates(jnp.zeros(d, jnp.float64), jnp.eye(d, dtype=jnp.float64))
+    def init_state(self, family: Family, q: Natural) -> Any:
+        """Coordinates of the tilted distribution, where the family cannot keep them."""
+        return () if family.kind == "full" else affine.coordinates(family, q)
 
 
 class _Try(NamedTuple):

@@ -9,13 +9,13 @@ from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Projection, Solver, Tilted
+from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
 Array = Any
 
 
 @dataclass(frozen=True)
-class Laplace(Solver):
+class Laplace(BaseSolver):
     """Laplace's approximation. With ``num_nodes=1`` and locals, that of the joint density (a Schur complement)."""
 
     name = "laplace"

@@ -39,7 +39,7 @@ from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.optim import check_optim
 from numpyro_fed.precision import in_x64, to_user_dtype
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Projection, Solver, Tilted
+from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
 Array = Any
 PEAK, FLOOR = 0.1, 1e-4  # of the default optimiser's steps, in sds of q
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Linear(Solver):
+class Linear(BaseSolver):
     """What the four share: the way to the mode.
 
     Args:
@@ -91,11 +91,11 @@ class Linear(Solver):
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"batch_size must be an int of at least 1, got {size!r}")
 
-    def start(self, family: Family, d: int) -> Any:
+    def init_state(self, family: Family, q: Natural) -> Any:
         if family.kind == "full":
             raise ValueError(
                 f"solver={self.name!r} finds variances, no correlations: pass family='diagonal' (or 'identity'), or a "
-                "solver for few dimensions, such as 'is' or 'hmc'"
+                "solver for few dimensions, such as 'importance' or 'hmc'"
             )
         return ()
 

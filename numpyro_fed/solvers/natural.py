@@ -19,7 +19,7 @@ from numpyro_fed.normal.families import Family, Natural, quotient
 from numpyro_fed.normal.points import normal_points
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
-from numpyro_fed.solvers.base import Projection, Solver, Tilted
+from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
 Array = Any
 HALVINGS = 10
@@ -33,17 +33,18 @@ class _Now(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NaturalGradient(Solver):
+class NaturalGradient(BaseSolver):
     """``num_steps`` natural-gradient steps a visit, on ``num_points`` fixed points; a ``rate`` of 1 is undamped.
 
-    With ``marginal="iw"`` draws of locals come from the Laplace approximation of each row, which is not improved: take
-    many (``num_nodes=64``), or `Gradient`, which learns the locals' guide.
+    With ``marginal="importance_weighted"`` draws of locals come from the Laplace approximation of each row, which is
+    not improved: take many (``num_nodes=64``), or `Gradient`, which learns the locals' guide.
     """
 
     num_points: int = 64
     num_steps: int = 3
     rate: float = 1.0
     name = "natural"
+    minimises_free_energy = True
 
     def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
         family, d = tilted.family, tilted.q.shift.shape[0]
