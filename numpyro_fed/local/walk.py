@@ -76,15 +76,6 @@ def flat(split: SplitModel) -> Flat:
     return Flat(split, jnp.asarray(begin, jnp.zeros(()).dtype), unravel)
 
 
-class Steps(NamedTuple):
-    """Where the default optimiser last was, and the gradient and loss there."""
-
-    x: Array
-    gradient: Array
-    total: Array
-    rate: Array
-
-
 def langevin(uphill: Callable[[Array], Array], step_size: Array) -> StepFn:
     """Langevin's steps, from the gradient of a log density. They keep no state, and tell no loss."""
 

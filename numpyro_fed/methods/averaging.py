@@ -13,7 +13,6 @@ posterior in these units is :math:`\propto p(y_k \mid w)^{1 / n_k}`, whose covar
 :math:`p(y_k \mid w)`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -25,8 +24,9 @@ from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, 
 from numpyro_fed.checks import check_count
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.local import minibatch
+from numpyro_fed.local.descent import Goal, Task, walk_from
 from numpyro_fed.local.minibatch import Batching
-from numpyro_fed.local.walk import Flat, Steps, Walk, flat
+from numpyro_fed.local.walk import Flat, flat
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
 from numpyro_fed.model.initial import initial
@@ -40,7 +40,6 @@ from numpyro_fed.optim import check_optim, with_horizon
 Array = Any
 NEAR_ZERO = 0.1  # sd of the location where nobody says where to begin
 FORGET = 0.9  # of the curvatures heard of, in a round
-STEP, SMALL_STEP = 1.0, 0.2  # over the largest curvature: with all of the silo's rows, with minibatches
 
 
 class Sent(NamedTuple):
@@ -70,17 +69,6 @@ class Server(NamedTuple):
     heard: Array  # (2,): observations and messages so far; total is guessed from them where silos are not all known
     curvature: Array  # (2,): the largest heard of, of losses and of precisions
     posterior: Any = ()  # set after the last round
-
-
-class Task(NamedTuple):
-    """What a silo's functions know beforehand."""
-
-    flat: Flat
-    whole: Callable  # (w, data) -> log likelihood
-    part: Callable | None  # (w, data, key) -> its estimate from a minibatch
-    count: Callable  # (data) -> number of observations
-    batching: Batching | None
-    survey: Survey
 
 
 class Made(NamedTuple):
@@ -195,6 +183,9 @@ class Averaging(Method):
         )
         return Made(task, self.algorithm(task), self._last_look(task))
 
+    def _goal(self) -> Goal:
+        return Goal(self.optim, self.prior, self.proximal)
+
     def _last_look(self, task: Task) -> FederatedAlgorithm | None:
         """One more round at the end, of a method that has one."""
         return None
@@ -246,7 +237,7 @@ class Averaging(Method):
             number = task.count(data)
 
             def average(key: Array) -> tuple[Array, Array, Array]:
-                walk = self.walk(task, key, sent.w, data, sent.total, sent.curvature)
+                walk = walk_from(task, self._goal(), key, sent.w, data, sent.total, sent.curvature)
                 (x, _), loss = walk.go((sent.w, walk.state), key, steps)
                 return sent.w - x, loss, walk.curvature
 
@@ -298,78 +289,6 @@ class Averaging(Method):
             return Server(*own.parts(new), opt_state, server.round + 1, total, heard, largest), info
 
         return FederatedAlgorithm(init, lambda key, broadcast, data: (), broadcast, silo_step, aggregate, server_step)
-
-    # --- what a silo does -------------------------------------------------------------------------------------------
-
-    def walk(
-        self,
-        task: Task,
-        key: Array,
-        w: Array,
-        data: SiloData,
-        total: Array | None,
-        steepest_of_all: Array | None,
-        noise: bool = False,
-    ) -> Walk:
-        """Steps on the silo's mean loss, from w.
-
-        Args:
-            total: observations in all silos, where the silo's share of the prior belongs to its loss; None for the
-                likelihood alone.
-            steepest_of_all: the largest curvature of any silo's loss, on which the default optimiser's steps depend:
-                silos whose steps differ would meet elsewhere. None for the silo's own.
-            noise: of the size that makes the walk's stationary distribution the silo's posterior (Langevin).
-        """
-        own, batching = task.flat, task.batching
-        number = task.count(data)
-        share = 1 / total if self.prior and total is not None else None
-
-        def loss(x: Array, key: Array | None) -> tuple[Array, Array]:
-            if batching is None or key is None:
-                value = -task.whole(x, data) / number
-            else:
-                value = -task.part(x, data, key) / number
-            rest = 0.5 * self.proximal * jnp.sum((x - w) ** 2)
-            if share is not None:
-                rest = rest - share * own.log_prior(x)
-            return value + rest, value
-
-        optim, rate, steepest = self.optim, jnp.zeros(()), jnp.zeros(())
-        if optim is None:
-            gradient = lambda away: jax.grad(loss, has_aux=True)(w + away, None)[0]
-            steepest = largest_curvature(key, gradient, w.shape)
-            common = steepest if steepest_of_all is None else jnp.maximum(steepest_of_all, steepest)
-            rate = (STEP if batching is None else SMALL_STEP) / common
-
-        if optim is not None:
-
-            def given(x: Array, state: Any, key: Array) -> tuple[Array, Any, Array]:
-                (_, value), gradient = jax.value_and_grad(loss, has_aux=True)(x, key)
-                moves, state = optim.update(gradient, state, x)
-                return x + moves, state, value
-
-            return Walk(given, optim.init(w), steepest)
-
-        # how much a loss may rise in a step: not at all; by what noise does; or, with other rows, to many times itself
-        tame = lambda value: (5 * own.size + 10) / number if noise else 1e-6 * jnp.abs(value)
-        allowed = tame if batching is None else lambda value: 10 * (1 + jnp.abs(value))
-
-        def step(x: Array, state: Steps, key: Array) -> tuple[Array, Steps, Array]:
-            batch_key, noise_key = jax.random.split(key)
-            (total, value), gradient = jax.value_and_grad(loss, has_aux=True)(x, batch_key)
-            fine = jnp.isfinite(total) & jnp.all(jnp.isfinite(gradient))
-            fine = fine & (total <= state.total + allowed(state.total))
-            # a step that went too far is taken again, half as long: the curvature was another where it began
-            keep = lambda new, old: jnp.where(fine, new, old)
-            now = Steps(keep(x, state.x), keep(gradient, state.gradient), keep(total, state.total), state.rate)
-            now = now._replace(rate=jnp.where(fine, state.rate, 0.5 * state.rate))
-            x = now.x - now.rate * now.gradient
-            if noise:
-                x = x + jnp.sqrt(2 * now.rate / number) * jax.random.normal(noise_key, x.shape)
-            return x, now, keep(value, state.total)
-
-        start = Steps(w, jnp.zeros_like(w), jnp.full((), jnp.inf, w.dtype), rate)
-        return Walk(step, start, steepest)
 
     # --- where rounds begin -------------------------------------------------------------------------------------------
 

@@ -33,10 +33,9 @@ class SitesPosterior:
 
     def __init__(self, split: SplitModel, family: Any, tied: bool = False, marginal: Marginal | None = None) -> None:
         self.split, self.family, self.tied = split, as_family(family), tied
-        joint = marginal is not None and marginal.kind == "joint"  # a sampler integrates nothing out
-        self.marginal = (
-            Marginal("importance_weighted", DRAWS, marginal.rows) if joint and marginal is not None else marginal
-        )
+        if marginal is not None and marginal.kind == "joint":  # a sampler integrates nothing out
+            marginal = Marginal("importance_weighted", DRAWS, marginal.rows)
+        self.marginal = marginal
 
     def q(self, server: Any) -> Natural:
         """The posterior of the globals."""

@@ -5,7 +5,8 @@ from typing import Any
 
 import optax
 
-from numpyro_fed.methods.averaging import Averaging, Task, epoch
+from numpyro_fed.local.descent import Task
+from numpyro_fed.methods.averaging import Averaging, epoch
 from numpyro_fed.methods.fedpa_posterior import PointPosterior
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey

@@ -29,9 +29,10 @@ import optax
 from numpyro_fed.algorithm import Begun, Broadcast, FederatedAlgorithm, Left, Phase, Plan
 from numpyro_fed.checks import check_count
 from numpyro_fed.data.padding import SiloData
+from numpyro_fed.local.descent import Task, walk_from
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.walk import Flat, flat
-from numpyro_fed.methods.averaging import Averaging, Made, Server, Task, epoch
+from numpyro_fed.methods.averaging import Averaging, Made, Server, epoch
 from numpyro_fed.methods.fedavg import LOCAL_STEPS, MOST_ROUNDS, ROUNDS
 from numpyro_fed.methods.fedpa_posterior import DENSE, PrecisionsPosterior, dense, low_rank
 from numpyro_fed.model.split_model import SplitModel
@@ -237,28 +238,13 @@ class FedPA(Averaging):
     def _iterates(self, task: Task, key: Array, w: Array, data: SiloData, number: Array) -> tuple[Array, Array, Array]:
         """Averages of successive iterates, the loss at the first, and how much wider than they a posterior is."""
         begin, num, each = self._walked(task)
-        noisy = task.batching is None
+        batching = task.batching
         curvature_key, before, after = jax.random.split(key, 3)
-        walk = self.walk(task, curvature_key, w, data, None, None, noise=noisy)
-
-        def summed(carry: tuple, key: Array) -> tuple[tuple, Array]:
-            x, state, total = carry
-            new, state, value = walk.step(x, state, key)
-            # the mean of two successive steps of Langevin dynamics has the posterior's variance, whatever their size
-            total = 0.5 * (x + new) if noisy else total + new / each
-            return (new, state, total), value
-
-        def sample(carry: tuple, key: Array) -> tuple[tuple, tuple]:
-            (x, state, total), values = jax.lax.scan(summed, (*carry, jnp.zeros_like(w)), jax.random.split(key, each))
-            return (x, state), (total, values[0])
-
-        carry = (w, walk.state)
-        first = None
-        if begin:
-            carry, first = walk.go(carry, before, begin)
-        _, (draws, values) = jax.lax.scan(sample, carry, jax.random.split(after, num))
-        spread = number if noisy else jnp.asarray(task.batching.size * each, number.dtype)
-        return draws, values[0] if first is None else first, spread
+        # without minibatches gradients have no noise, and Langevin's is added
+        walk = walk_from(task, self._goal(), curvature_key, w, data, None, None, noise=batching is None)
+        draws, loss = walk.samples(w, (before, after), begin, num, each, pairs=batching is None)
+        spread = number if batching is None else jnp.asarray(batching.size * each, number.dtype)
+        return draws, loss, spread
 
     def _posterior_delta(self, task: Task, key: Array, w: Array, data: SiloData) -> tuple[Array, Array, Array]:
         draws, gradients, loss = self._draws(task, key, w, data, self.stein)

@@ -81,8 +81,8 @@ class PrecisionsPosterior(PointPosterior):
 class AroundMode(NamedTuple):
     """The normal around the mode, its covariance diag(sds^2) + F'F."""
 
-    sds: Array  # (d,)
-    factor: Array  # (r, d)
+    sds: Any  # (d,)
+    factor: Any  # (r, d)
 
 
 def dense(

@@ -3,24 +3,22 @@
 The groups are plain xarray datasets, so the two majors of ArviZ differ in their container alone.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from numpyro_fed.keys import identity
 from numpyro_fed.results import predict
 from numpyro_fed.results.dims import Dims
-from numpyro_fed.results.draws import data_of, unpadded
+from numpyro_fed.results.draws import data_of, global_draws, silo_draws, unpadded
 from numpyro_fed.results.summary import label
-
-if TYPE_CHECKING:
-    from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.value import Fitted
 
 Array = jax.Array
 
 
 def to_arviz(
-    fit: "Fit", key: Array, num_samples: int, local: bool, log_likelihood: bool, posterior_predictive: bool
+    fit: Fitted, key: Array, num_samples: int, local: bool, log_likelihood: bool, posterior_predictive: bool
 ) -> Any:
     """See :meth:`numpyro_fed.results.fit.Fit.to_arviz`."""
     for wanted, what in ((log_likelihood, "log likelihoods"), (posterior_predictive, "replicates")):
@@ -31,9 +29,9 @@ def to_arviz(
     keys = jax.random.split(key, num_samples)
     observed = [site for site in sites if site.role == "observed" and not site.at_server]
 
-    posterior = {name: dims.of_server(name, value) for name, value in fit.sample(key, num_samples).items()}
+    posterior = {name: dims.of_server(name, value) for name, value in global_draws(fit, keys).items()}
     if local and any(site.role in ("local", "enumerated", "deterministic") and not site.at_server for site in sites):
-        by_silo = {silo: fit.sample_local(key, num_samples, silo=silo) for silo in names}
+        by_silo = {silo: silo_draws(fit, keys, silo) for silo in names}
         shown = [name for name in by_silo[names[0]] if name not in posterior]
         posterior |= {name: dims.joined(name, {silo: by_silo[silo][name] for silo in names}) for name in shown}
     groups = {"posterior": posterior}
@@ -85,7 +83,7 @@ def container(groups: dict[str, dict[str, Any]], method: str) -> Any:
 # --- what is observed -------------------------------------------------------------------------------------------------
 
 
-def _observations(fit: "Fit", silo: str) -> dict[str, tuple[Array, Array]]:
+def _observations(fit: Fitted, silo: str) -> dict[str, tuple[Array, Array]]:
     """``{observed site: (its values, which of them count)}``, unpadded."""
     data, own = data_of(fit, silo)
     data = data if own is None else own
@@ -94,7 +92,7 @@ def _observations(fit: "Fit", silo: str) -> dict[str, tuple[Array, Array]]:
     return {name: (values[name], counts[name]) for name in values}
 
 
-def _log_likelihoods(fit: "Fit", keys: Array, silo: str) -> dict[str, Array]:
+def _log_likelihoods(fit: Fitted, keys: Array, silo: str) -> dict[str, Array]:
     padded, own = data_of(fit, silo)
     state, _ = fit.state.silo(silo)
     server = fit.state.server

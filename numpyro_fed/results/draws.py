@@ -1,94 +1,34 @@
-"""Draws of a posterior: the programs that a fit compiles, and the silos' data that they run on."""
+"""Draws of a fit, and the silos' data that they are made from."""
 
-from collections.abc import Callable
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from numpyro_fed.algorithm import Posterior, PyTree
+from numpyro_fed.checks import check_count, check_key
 from numpyro_fed.data.padding import SiloData, axis_lengths, cut, silo_data
 from numpyro_fed.data.stack import Bucket, Stack, gathered
 from numpyro_fed.keys import identity
-from numpyro_fed.model import forward, new_units
+from numpyro_fed.model import forward
 from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.precision import ONCE
-from numpyro_fed.results import likelihood
-
-if TYPE_CHECKING:
-    from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.programs import Draws
+from numpyro_fed.results.value import Fitted
 
 Array = jax.Array
-Draws = dict[str, Array]  # {site: draws}
 
 
-class Programs:
-    """What a posterior and its model compile to, each when it is first asked for.
-
-    Everything starts from the same draws of z_G, those of :attr:`z`: so draws of one key belong together.
-    """
-
-    def __init__(self, posterior: Posterior, split: SplitModel) -> None:
-        self.posterior, self.split = posterior, split
-
-    @cached_property
-    def z(self) -> Callable[[Array, PyTree], Array]:
-        """``(keys, server) -> draws of z_G``, (S, d)."""
-        return jax.jit(jax.vmap(self.posterior.sample, in_axes=(0, None)), compiler_options=ONCE)
-
-    @cached_property
-    def global_sites(self) -> Callable[[Array, PyTree], Draws]:
-        """``(draws of z_G, server) -> {global site: draws}``, constrained, with deterministics."""
-        posterior, split = self.posterior, self.split
-
-        def one(z: Array, server: PyTree) -> Draws:
-            return split.constrain_global(z, posterior.theta(server))
-
-        return jax.jit(jax.vmap(one, in_axes=(0, None)), compiler_options=ONCE)
-
-    @cached_property
-    def local_sites(self) -> Callable[..., Draws]:
-        """``(keys, draws of z_G, identity, server, silo, padded, own) -> {local site: draws}``.
-
-        ``padded`` are the silo's data as in the run; ``own`` those that the sites are to see, None: the same.
-        """
-        posterior, split = self.posterior, self.split
-
-        def one(
-            key: Array, z: Array, identity: Any, server: PyTree, silo: PyTree, padded: SiloData, own: SiloData | None
-        ) -> Draws:
-            data = padded if own is None else own
-            local = forward.local_key(key, identity)
-            z_local = forward.silo_latents(posterior, split, local, z, server, silo, padded, axis_lengths(data))
-            discrete = forward.discrete_key(key, identity)
-            return split.constrain_local(z, z_local, posterior.theta(server), data, discrete)
-
-        return jax.jit(jax.vmap(one, in_axes=(0, 0, None, None, None, None, None)), compiler_options=ONCE)
-
-    @cached_property
-    def predictor(self) -> Callable[..., Draws]:
-        return forward.predictor(self.posterior, self.split)
-
-    @cached_property
-    def log_likelihoods(self) -> Callable[..., Draws]:
-        return likelihood.log_likelihoods(self.posterior, self.split)
-
-    @cached_property
-    def observations(self) -> Callable[[SiloData], tuple[Draws, Draws]]:
-        return likelihood.observations(self.split)
-
-    @cached_property
-    def used_arguments(self) -> frozenset[str]:
-        return new_units.used_arguments(self.split)
-
-    @cached_property
-    def event_dims(self) -> dict[str, int]:
-        return forward.event_dims(self.split)
+def check_keys(rng_key: Any, num_samples: Any) -> Array:
+    """The keys of so many draws."""
+    return jax.random.split(check_key(rng_key), check_count("num_samples", num_samples))
 
 
-def silo_draws(fit: "Fit", keys: Array, silo: str) -> Draws:
+def global_draws(fit: Fitted, keys: Array) -> Draws:
+    """See :meth:`numpyro_fed.results.fit.Fit.sample`."""
+    return fit.programs.global_sites(fit.programs.z(keys, fit.state.server), fit.state.server)
+
+
+def silo_draws(fit: Fitted, keys: Array, silo: str) -> Draws:
     """See :meth:`numpyro_fed.results.fit.Fit.sample_local`."""
     state, _ = fit.state.silo(silo)
     if fit.reads_data:
@@ -98,7 +38,7 @@ def silo_draws(fit: "Fit", keys: Array, silo: str) -> Draws:
     z = programs.z(keys, server)
     local = programs.local_sites(keys, z, identity(silo), server, state, padded, own)
     if fit.silos is None:
-        local = {name: value for name, value in local.items() if name not in fit.from_data}
+        local = {name: value for name, value in local.items() if name not in computed_from_data(fit)}
     return {**programs.global_sites(z, server), **unpadded(fit, local, silo, padded if own is None else own)}
 
 
@@ -110,7 +50,7 @@ def lengths_of(split: SplitModel, silo: str) -> dict[str, int]:
     return {axis.name: axis.lengths[silo] for axis in split.partition.axes}
 
 
-def data_of(fit: "Fit", silo: str, plain: bool = False) -> tuple[SiloData, SiloData | None]:
+def data_of(fit: Fitted, silo: str, plain: bool = False) -> tuple[SiloData, SiloData | None]:
     """A silo's data padded as in the run, and without padding where that could be seen, or is asked for: ``plain``.
 
     A program for padded data serves all silos of a bucket, so the second is None where the first will do. Rows do not
@@ -130,7 +70,7 @@ def data_of(fit: "Fit", silo: str, plain: bool = False) -> tuple[SiloData, SiloD
     return data, silo_data(fit.any_silos, silo, split.spec, split.partition.axes)
 
 
-def unpadded(fit: "Fit", values: Draws, silo: str, data: SiloData, densities: bool = False) -> Draws:
+def unpadded(fit: Fitted, values: Draws, silo: str, data: SiloData, densities: bool = False) -> Draws:
     """Values of sites (or their log densities) with the silo's own rows alone; ``data`` have as many as the values."""
     if fit.from_store:
         return values
@@ -140,7 +80,7 @@ def unpadded(fit: "Fit", values: Draws, silo: str, data: SiloData, densities: bo
     return {name: cut(value, along[name], lengths, padded) for name, value in values.items()}
 
 
-def computed_from_data(fit: "Fit") -> frozenset[str]:
+def computed_from_data(fit: Fitted) -> frozenset[str]:
     """Local sites whose constrained values depend on the silo's data, not on latents alone."""
     split = fit.split
     data, own = data_of(fit, fit.state.names[0])
@@ -155,7 +95,7 @@ def computed_from_data(fit: "Fit") -> frozenset[str]:
     return frozenset(name for name, sources in found.items() if sources)
 
 
-def stack_of(fit: "Fit") -> Stack:
+def stack_of(fit: Fitted) -> Stack:
     """All silos, padded and ordered as the states are."""
     buckets = tuple(Bucket(*pair) for pair in zip(fit.state.buckets, fit.padded, strict=True))
     return Stack(fit.state.names, buckets, fit.split.spec, fit.split.partition.axes, fit.any_silos, None)

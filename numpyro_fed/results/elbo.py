@@ -6,7 +6,7 @@ A posterior that has a density offers what it takes: a draw with its log density
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,7 @@ from numpyro_fed.keys import fold_in_name, identities
 from numpyro_fed.precision import ONCE
 from numpyro_fed.results.draws import stack_of
 from numpyro_fed.results.state import ById
-
-if TYPE_CHECKING:
-    from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.value import Fitted
 
 Array = jax.Array
 
@@ -37,7 +35,7 @@ class HasBound(Protocol):
         ...
 
 
-def elbo(fit: "Fit", keys: Array) -> float:
+def elbo(fit: Fitted, keys: Array) -> float:
     """See :meth:`numpyro_fed.results.fit.Fit.elbo`."""
     if not isinstance(fit.posterior, HasBound):
         raise ValueError(

@@ -2,32 +2,27 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pandas as pd
 
-from numpyro_fed.algorithm import Posterior
 from numpyro_fed.checks import check_key
-from numpyro_fed.data.names import Names
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.results import arviz, elbo, influence, predict, save, summary
-from numpyro_fed.results.correction import CorrectedPosterior, Correction
-from numpyro_fed.results.draws import Programs, computed_from_data, silo_draws
+from numpyro_fed.results.correction import CorrectedPosterior
+from numpyro_fed.results.draws import check_keys, global_draws, silo_draws
 from numpyro_fed.results.influence_tables import Conflict, Influence
-from numpyro_fed.results.state import Again, State
+from numpyro_fed.results.value import Fitted
 
 Array = jax.Array
 IN_MEMORY = "hold a part of it in memory, store.only(*names), and fit that"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Fit:
+class Fit(Fitted):
     """A fitted model: draws, predictions, summaries.
 
     Draws of one key belong together: :meth:`sample`, :meth:`sample_local`, :meth:`predict` and :meth:`to_arviz` with
@@ -37,29 +32,6 @@ class Fit:
         posterior: all that a fit knows of the method it comes from (:class:`numpyro_fed.algorithm.Posterior`).
         reasons: why the posterior is to be doubted, as the run saw it; empty if it saw nothing.
     """
-
-    posterior: Posterior
-    split: SplitModel
-    state: State
-    history: dict[str, np.ndarray]  # one row a round, those of the start included
-    seconds: float  # wall time of the run, compilation included
-    padded: tuple[dict[str, int], ...]  # each bucket's padded axis lengths
-    silos: Any = None  # a Silos or a SiloStore; None after nf.load without silos
-    shapes: Silos | None = None  # after nf.load: zeros in the shapes of the silos' arguments
-    survey: Any = None  # what the silos told before the first round, as the method keeps it
-    records: tuple[Any, ...] = ()  # what each phase of the run cost
-    reasons: tuple[str, ...] = ()
-    again: Again | None = None  # how to run again
-
-    @property
-    def num_rounds(self) -> int:
-        """Rounds of communication, the start's included."""
-        return len(next(iter(self.history.values()))) if self.history else self.state.round
-
-    @property
-    def params(self) -> dict[str, np.ndarray]:
-        """theta: the model's numpyro.param values, constrained."""
-        return jax.tree.map(np.asarray, self.split.constrain_theta(self.posterior.theta(self.state.server)))
 
     def normal(self) -> Normal:
         """The normal over the unconstrained globals, in the order of ``fit.split.coordinate_names()``.
@@ -79,15 +51,9 @@ class Fit:
 
     # --- draws --------------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def programs(self) -> Programs:
-        """What draws are made with, compiled."""
-        return Programs(self.posterior, self.split)
-
     def sample(self, rng_key: Any, num_samples: int = 1000) -> dict[str, Array]:
         """Draws of the global sites, and of deterministic sites that depend on them alone, constrained."""
-        z = self.programs.z(check_keys(rng_key, num_samples), self.state.server)
-        return self.programs.global_sites(z, self.state.server)
+        return global_draws(self, check_keys(rng_key, num_samples))
 
     def sample_local(
         self,
@@ -109,48 +75,6 @@ class Fit:
             raise TypeError("sample_local needs a silo, silo='york', or the data of new units, data=dict(...)")
         keys = check_keys(rng_key, num_samples)
         return predict.encoded(self, keys, data) if data is not None else silo_draws(self, keys, str(silo))
-
-    @cached_property
-    def from_data(self) -> frozenset[str]:
-        """Local sites whose values depend on the silo's data, not on latents alone."""
-        return computed_from_data(self)
-
-    # --- what there is to draw from -----------------------------------------------------------------------------------
-
-    @property
-    def reads_data(self) -> bool:
-        """Whether local latents are read off the data, by an encoder or a guide function."""
-        return getattr(self.posterior, "reads_data", False)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The arguments that the posterior's encoder reads; () when it has none."""
-        return getattr(self.posterior, "inputs", ())
-
-    @property
-    def from_store(self) -> bool:
-        """Whether it was fitted to an :class:`~numpyro_fed.SiloStore`."""
-        return isinstance(self.state.names, Names)
-
-    @property
-    def any_silos(self) -> Any:
-        """The silos, or (after nf.load without them) zeros of their shapes, which is enough for latents."""
-        found = self.silos or self.shapes
-        assert found is not None, "a fit has silos or their shapes"
-        return found
-
-    def need_silos(self, what: str) -> None:
-        """Raises when there are no data."""
-        if self.silos is None:
-            raise ValueError(f"{what} need the silos' data, and this fit was loaded without: pass silos= to nf.load")
-
-    def need_again(self) -> Again:
-        """How to run again; raises where nobody said."""
-        if self.again is None:
-            raise ValueError(
-                "this fit does not know its method, so nothing can be run again: make it with run or nf.load"
-            )
-        return self.again
 
     def _need_all(self, what: str, instead: str) -> None:
         """Raises when that would read every silo of a store."""
@@ -233,12 +157,6 @@ class Fit:
         self._need_all("a correction", IN_MEMORY)
         options = {} if engine is None else {"engine": engine}
         return self.need_again().correct(self, rng_key, num_points, **options)
-
-    @cached_property
-    def correction(self) -> Correction | None:
-        """Effective sample size, Pareto k-hat, points and weights of a corrected fit; None for any other."""
-        posterior = self.posterior
-        return posterior.correction(self.state.server) if isinstance(posterior, CorrectedPosterior) else None
 
     @property
     def uncorrected(self) -> "Fit":
@@ -351,11 +269,4 @@ class Fit:
         return summary.text(self)
 
     def _repr_html_(self) -> str:
-        return summary.html(self)
-
-
-def check_keys(rng_key: Any, num_samples: Any) -> Array:
-    """The keys of so many draws."""
-    if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer) or num_samples < 1:
-        raise ValueError(f"num_samples must be an int of at least 1, got {num_samples!r}")
-    return jax.random.split(check_key(rng_key), int(num_samples))
+        return summary.html(self, self.summary())

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +19,16 @@ from scipy.stats import chi2
 
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import PyTree
-from numpyro_fed.checks import check_key
+from numpyro_fed.checks import check_count, check_key
 from numpyro_fed.data.inputs import leaves
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.model.layout import real_rows
 from numpyro_fed.normal.families import Family, Natural, product, quotient, summed
 from numpyro_fed.results.influence_tables import Conflict, Influence
 from numpyro_fed.results.state import Fresh, State
+from numpyro_fed.results.value import Fitted
 
-if TYPE_CHECKING:
-    from numpyro_fed.results.fit import Fit
-
+F = TypeVar("F", bound=Fitted)
 NOTHING = 1e-6  # a direction in which a site adds less than this share to the others' precision says nothing
 Rows = dict[str, tuple[np.ndarray, np.ndarray]]  # {group: places of a silo's real rows in an old state, in a new one}
 
@@ -68,7 +67,7 @@ class HasSites(Protocol):
         ...
 
 
-def without(fit: "Fit", names: str | Sequence[str], num_rounds: int, rng_key: Any) -> "Fit":
+def without(fit: F, names: str | Sequence[str], num_rounds: int, rng_key: Any) -> F:
     """See :meth:`numpyro_fed.results.fit.Fit.without`."""
     posterior = _with_sites(fit, "without")
     began = time.perf_counter()
@@ -102,7 +101,7 @@ def without(fit: "Fit", names: str | Sequence[str], num_rounds: int, rng_key: An
     return replace(found, seconds=time.perf_counter() - began)
 
 
-def add(fit: "Fit", rng_key: Any, silos: Silos, num_rounds: int) -> "Fit":
+def add(fit: F, rng_key: Any, silos: Silos, num_rounds: int) -> F:
     """See :meth:`numpyro_fed.results.fit.Fit.add`."""
     posterior = _with_sites(fit, "add")
     began, key = time.perf_counter(), check_key(rng_key)
@@ -125,7 +124,7 @@ def add(fit: "Fit", rng_key: Any, silos: Silos, num_rounds: int) -> "Fit":
     return replace(found, seconds=time.perf_counter() - began)
 
 
-def _with_sites(fit: "Fit", what: str) -> HasSites:
+def _with_sites(fit: Fitted, what: str) -> HasSites:
     """The posterior, when it has a factor for each silo."""
     if fit.correction is not None:
         raise TypeError(f"a corrected posterior has no sites: use fit.uncorrected.{what}(...)")
@@ -146,8 +145,7 @@ def _factors(posterior: HasSites, server: PyTree) -> Factors:
 
 
 def _check_rounds(num_rounds: Any) -> None:
-    if isinstance(num_rounds, bool) or not isinstance(num_rounds, int | np.integer) or num_rounds < 0:
-        raise ValueError(f"num_rounds must be an int of at least 0, got {num_rounds!r}")
+    check_count("num_rounds", num_rounds, least=0)
 
 
 def _joined(old: Silos, new: Silos) -> Silos:
@@ -172,7 +170,7 @@ def _joined(old: Silos, new: Silos) -> Silos:
     return everyone
 
 
-def _cut(fit: "Fit", rest: tuple[str, ...], server: Any, seconds: float) -> "Fit":
+def _cut(fit: F, rest: tuple[str, ...], server: Any, seconds: float) -> F:
     """The fit of the remaining silos, their buckets and padding as they were."""
     buckets, states, padded = [], [], []
     for names, state, lengths in zip(fit.state.buckets, fit.state.silos, fit.padded, strict=True):
@@ -195,7 +193,7 @@ def _cut(fit: "Fit", rest: tuple[str, ...], server: Any, seconds: float) -> "Fit
     )
 
 
-def _moved(fit: "Fit", posterior: HasSites, silos: Silos, key: Any) -> State:
+def _moved(fit: Fitted, posterior: HasSites, silos: Silos, key: Any) -> State:
     """A start of the method on other silos, in which those that the fit knows have their old states."""
     fresh = fit.need_again().prepare(key, silos)
     if fresh.split.global_shapes != fit.split.global_shapes or fresh.split.groups != fit.split.groups:
@@ -207,7 +205,7 @@ def _moved(fit: "Fit", posterior: HasSites, silos: Silos, key: Any) -> State:
     return fresh.state._replace(method=fit.state.method, silos=states, round=fit.state.round)
 
 
-def _states(fit: "Fit", posterior: HasSites, fresh: Fresh, b: int) -> PyTree:
+def _states(fit: Fitted, posterior: HasSites, fresh: Fresh, b: int) -> PyTree:
     """Old states in a new bucket, whose padding may be another; silos that are new keep the fresh ones."""
     out = []
     for name in fresh.state.buckets[b]:
@@ -253,7 +251,7 @@ def _cavities(factors: Factors, names: tuple[str, ...]) -> tuple[_Moments, list[
     return found, each
 
 
-def influence(fit: "Fit") -> Influence:
+def influence(fit: Fitted) -> Influence:
     """See :meth:`numpyro_fed.results.fit.Fit.influence`."""
     factors = _factors(_with_sites(fit, "influence"), fit.state.server)
     (mean, covariance), each = _cavities(factors, fit.state.names)
@@ -270,7 +268,7 @@ def influence(fit: "Fit") -> Influence:
     return Influence(pd.DataFrame(rows))
 
 
-def conflict(fit: "Fit") -> Conflict:
+def conflict(fit: Fitted) -> Conflict:
     """See :meth:`numpyro_fed.results.fit.Fit.conflict`."""
     factors = _factors(_with_sites(fit, "conflict"), fit.state.server)
     q, each = _cavities(factors, fit.state.names)

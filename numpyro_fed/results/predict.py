@@ -9,7 +9,7 @@ no draw.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,9 +19,7 @@ from numpyro_fed.model.forward import Call, Request, call_of, unit_axes
 from numpyro_fed.model.new_units import arguments
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.results.draws import data_of, lengths_of, unpadded
-
-if TYPE_CHECKING:
-    from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.value import Fitted
 
 Array = jax.Array
 NEW = "\0new"  # a silo that is not there
@@ -35,7 +33,7 @@ class Asked(NamedTuple):
     own: SiloData | None = None  # of a silo's own units: the data with the prediction's rows, padded or not
 
 
-def predict(fit: "Fit", keys: Array, data: Mapping[str, Any] | None, silo: str | None) -> dict[str, Array]:
+def predict(fit: Fitted, keys: Array, data: Mapping[str, Any] | None, silo: str | None) -> dict[str, Array]:
     """See :meth:`numpyro_fed.results.fit.Fit.predict`."""
     call, request, own = asked(fit, data, silo)
     server = fit.state.server
@@ -43,7 +41,7 @@ def predict(fit: "Fit", keys: Array, data: Mapping[str, Any] | None, silo: str |
     return draws if own is None else unpadded(fit, draws, str(silo), own)
 
 
-def asked(fit: "Fit", data: Mapping[str, Any] | None, silo: str | None, plain: bool = False) -> Asked:
+def asked(fit: Fitted, data: Mapping[str, Any] | None, silo: str | None, plain: bool = False) -> Asked:
     """From what a user asks for to what is computed; ``plain``: a silo's own units without padding."""
     if data is None and silo is None:
         raise TypeError(
@@ -53,7 +51,7 @@ def asked(fit: "Fit", data: Mapping[str, Any] | None, silo: str | None, plain: b
     return _own_units(fit, str(silo), plain) if data is None else _new_units(fit, data, silo)
 
 
-def _own_units(fit: "Fit", silo: str, plain: bool) -> Asked:
+def _own_units(fit: Fitted, silo: str, plain: bool) -> Asked:
     """Replicates of a silo's own data."""
     state, _ = fit.state.silo(silo)
     fit.need_silos(f"predictions for the units of {silo!r}")
@@ -65,7 +63,7 @@ def _own_units(fit: "Fit", silo: str, plain: bool) -> Asked:
     return Asked(call, Request(identity(silo), state, arrays, padded if held else None, units), data)
 
 
-def _new_units(fit: "Fit", data: Mapping[str, Any], silo: str | None) -> Asked:
+def _new_units(fit: Fitted, data: Mapping[str, Any], silo: str | None) -> Asked:
     """New units, of a silo or of a new one."""
     split, state, padded, units = fit.split, None, None, None
     discrete = split.partition.enumerated_sites
@@ -94,7 +92,7 @@ def _new_units(fit: "Fit", data: Mapping[str, Any], silo: str | None) -> Asked:
     return Asked(call, Request(identity(silo or NEW), state, arrays, padded, units))
 
 
-def encoded(fit: "Fit", keys: Array, data: Mapping[str, Any]) -> dict[str, Array]:
+def encoded(fit: Fitted, keys: Array, data: Mapping[str, Any]) -> dict[str, Array]:
     """Latents of new units, read off their data: see :meth:`numpyro_fed.results.fit.Fit.sample_local`."""
     kwargs, lengths = new_arguments(fit, data, None)
     if not encodes(fit, data):
@@ -125,19 +123,19 @@ def held_sites(split: SplitModel, own: dict[str, int], new: dict[str, int]) -> t
     )
 
 
-def encodes(fit: "Fit", data: Mapping[str, Any]) -> bool:
+def encodes(fit: Fitted, data: Mapping[str, Any]) -> bool:
     """Whether the latents of these new units can be read off their data."""
     names = {path.split("[")[0].split(".")[0] for path in fit.inputs}
     return bool(names) and all(data.get(name) is not None for name in names)
 
 
-def complete(fit: "Fit", data: Mapping[str, Any]) -> bool:
+def complete(fit: Fitted, data: Mapping[str, Any]) -> bool:
     """Whether nothing is left out, so that discrete latents can be read off the data, too."""
     own = jax.tree.unflatten(fit.split.spec.own_structure, fit.split.spec.own)
     return all(data.get(name) is not None for name in own)
 
 
-def new_arguments(fit: "Fit", data: Mapping[str, Any], silo: str | None) -> tuple[dict[str, Any], dict[str, int]]:
+def new_arguments(fit: Fitted, data: Mapping[str, Any], silo: str | None) -> tuple[dict[str, Any], dict[str, int]]:
     """The model's arguments for new units, and the lengths of their axes."""
     own = {} if silo is None else fit.any_silos.own(silo)
     if fit.silos is None:  # then only the ints are real

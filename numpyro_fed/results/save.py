@@ -9,7 +9,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,15 +19,13 @@ from numpyro_fed.data.names import Names
 from numpyro_fed.data.store import SiloStore
 from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.results.codec import encode, keep_in
-
-if TYPE_CHECKING:
-    from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.value import Fitted
 
 FORMAT, VERSION = "numpyro_fed.Fit", 1
 HEADER = "header"
 
 
-def save(fit: "Fit", path: str | Path) -> Path:
+def save(fit: Fitted, path: str | Path) -> Path:
     """See :meth:`numpyro_fed.results.fit.Fit.save`."""
     arrays: dict[str, np.ndarray] = {}
     silos = fit.any_silos
