@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
+from numpyro.distributions.util import vec_to_tril_matrix
 
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.keys import digest
@@ -159,7 +160,7 @@ def spread(given: Conditional, eps: dict) -> dict:
     out = {}
     for group, white in eps.items():
         if group in given.tril:
-            white = white + jnp.einsum("rij,rj->ri", _unpacked(given.tril[group], white.shape[-1]), white)
+            white = white + jnp.einsum("rij,rj->ri", vec_to_tril_matrix(given.tril[group], -1), white)
         out[group] = jnp.exp(given.log_scale[group]) * white
     return out
 
@@ -170,8 +171,7 @@ def log_prob_spread(given: Conditional, spread: dict, active: dict) -> dict:
     for group, value in spread.items():
         white[group] = value * jnp.exp(-given.log_scale[group])
         if group in given.tril:
-            k = value.shape[-1]
-            unit = _unpacked(given.tril[group], k) + jnp.eye(k)
+            unit = vec_to_tril_matrix(given.tril[group], -1) + jnp.eye(value.shape[-1])
             white[group] = solve_triangular(unit, white[group][..., None], lower=True, unit_diagonal=True)[..., 0]
     if given.mixing is not None:
         flat = flattened(white)
@@ -184,12 +184,6 @@ def log_prob_spread(given: Conditional, spread: dict, active: dict) -> dict:
 def sample(given: Conditional, eps: dict) -> dict:
     """z_L from one set of standard normals."""
     return jax.tree.map(jnp.add, given.loc, spread(given, eps))
-
-
-def _unpacked(packed: Array, k: int) -> Array:
-    """Strictly lower triangular matrices from their entries: (rows, k (k - 1) / 2) -> (rows, k, k)."""
-    i, j = np.tril_indices(k, -1)
-    return jnp.zeros((*packed.shape[:-1], k, k), packed.dtype).at[..., i, j].set(packed)
 
 
 def flattened(values: dict) -> Array:

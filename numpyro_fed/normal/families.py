@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
+from numpyro.distributions.util import matrix_to_tril_vec, vec_to_tril_matrix
 
 from numpyro_fed.precision import in_x64, to_user_dtype
 
@@ -75,19 +76,15 @@ class Family:
         """Without the half of a symmetric matrix that is known from the other: what is sent."""
         if self.kind != "full":
             return factor
-        i, j = np.tril_indices(factor.shift.shape[-1])
         with jax.enable_x64(True):
-            return Natural(factor.precision[..., i, j], factor.shift)
+            return Natural(matrix_to_tril_vec(factor.precision), factor.shift)
 
     def unpack(self, packed: Natural) -> Natural:
         if self.kind != "full":
             return packed
-        d = packed.shift.shape[-1]
-        i, j = np.tril_indices(d)
         with jax.enable_x64(True):
-            lower = jnp.zeros((*packed.precision.shape[:-1], d, d), jnp.float64).at[..., i, j].set(packed.precision)
-            diagonal = jnp.eye(d) * lower
-            return Natural(lower + jnp.swapaxes(lower, -1, -2) - diagonal, packed.shift)
+            lower = vec_to_tril_matrix(packed.precision.astype(jnp.float64))
+            return Natural(lower + jnp.tril(lower, -1).mT, packed.shift)
 
     # --- conversions ------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from numpyro.distributions.util import vec_to_tril_matrix
 
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
@@ -65,18 +65,18 @@ class Gradient(BaseSolver):
                 mean, root = jnp.where(proper, mean, 0.0), jnp.where(proper, root, 1.0)
         frame = factor.refit(to_user_dtype(mean), frame, newton.LOCAL_STEPS)
         a, b = _whitened(cavity, mean, root)
-        here, lower = to_user_dtype((mean, root)), np.tril_indices(d, -1)
+        here = to_user_dtype((mean, root))
         rows = frame.loc if factor.eps_shape else {}
         params: dict[str, Any] = {
             "loc": jnp.zeros(d),
             "log_sd": jnp.zeros(() if family.kind == "identity" else d),
-            "tril": jnp.zeros(len(lower[0]) if full else 0),
+            "tril": jnp.zeros(d * (d - 1) // 2 if full else 0),
             "rows": {g: (jnp.zeros_like(v), jnp.zeros_like(v)) for g, v in rows.items()},
         }
 
         def chol(params: dict) -> Array:
             spread = jnp.exp(params["log_sd"])
-            return jnp.diag(spread).at[lower].set(params["tril"]) if full else jnp.broadcast_to(spread, (d,))
+            return jnp.diag(spread) + vec_to_tril_matrix(params["tril"], -1) if full else jnp.broadcast_to(spread, (d,))
 
         def energy(params: dict, key: Array) -> Array:
             root_x = chol(params)
