@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.hmc import hmc
 
-from numpyro_fed.local.integrate import Factor, moved
+from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine, stein
 from numpyro_fed.normal.families import LOG_2PI
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
@@ -157,7 +157,7 @@ class HMC(BaseSolver):
             eps = jax.vmap(unravel)(draws[:, d:])
             centre = jax.tree.map(lambda e: jnp.mean(e, axis=0), eps)
             second = {g: jnp.einsum("sri,srj->rij", e - centre[g], e - centre[g]) / len(e) for g, e in eps.items()}
-            local_posterior = moved(frame, centre, second)
+            local_posterior = frame.with_moments(centre, second)
         value = affine.log_evidence(tilted, at, cavity, log_mean)
         return Projection(affine.to_family(tilted.family, found), value, accepted, fine, frame, local_posterior)
 
