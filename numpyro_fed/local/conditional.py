@@ -24,7 +24,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import LOG_2PI
 from numpyro_fed.normal.newton import Spectrum, positive_spectrum
 
-Array = Any
+Array = jax.Array
 FLAT = 1e-4  # the least curvature of a row, in units of its prior
 
 

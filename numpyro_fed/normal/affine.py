@@ -6,25 +6,27 @@ Natural parameters are float64 and may be badly conditioned; in these coordinate
 model is evaluated in the user's own precision and only the change of coordinates is done in float64.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
+from jaxtyping import Float
 
 from numpyro_fed.model.layout import GOLDEN, NEAR_ZERO
 from numpyro_fed.normal.families import LOG_2PI, Family, Natural, inverse
 from numpyro_fed.precision import in_x64, to_user_dtype
 
-Array = Any
+Array = jax.Array
 
 
 class Coordinates(NamedTuple):
     """The map x -> m + R x, float64, and so the normal that it makes of a standard one."""
 
-    mean: Array  # (d,)
-    root: Array  # (d, d), lower triangular or (where nothing asks for that) any; or sds (d,), in very many dimensions
+    mean: Float[Array, " d"]
+    # a matrix, lower triangular or (where nothing asks for that) any; or, in very many dimensions, sds
+    root: Float[Array, "d d"] | Float[Array, " d"]
 
 
 class Quadratic(NamedTuple):
@@ -67,12 +69,12 @@ def pull_back(at: Coordinates, factor: Natural) -> Quadratic:
     return to_user_dtype(run(at, factor))
 
 
-def log_evidence(tilted: Any, at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
+def log_evidence(family: Family, q: Natural, at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
     """log E_q[f / site], where ``log_mean`` is the log of the mean of cavity x f over a standard normal in x.
 
     The logarithm of a model's evidence is the posterior's log normaliser and these, summed over the factors.
     """
-    proper, normaliser = tilted.family.proper(tilted.q), tilted.family.log_normaliser(tilted.q)
+    proper, normaliser = family.proper(q), family.log_normaliser(q)
 
     @in_x64
     def run(at: Coordinates, cavity: Natural, log_mean: Array) -> Array:

@@ -20,7 +20,7 @@ from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
-Array = Any
+Array = jax.Array
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Gradient(BaseSolver):
         found = affine.to_family(family, new)
         # a bound on the log integral of the tilted distribution, from the last steps
         log_mean = 0.5 * d - jnp.mean(values[-max(1, self.num_steps // 10) :])
-        value = affine.log_evidence(tilted, at, cavity, log_mean)
+        value = affine.log_evidence(tilted.family, tilted.q, at, cavity, log_mean)
         local_posterior = _guided(frame, params["rows"]) if rows else None
         return Projection(found, value, jnp.ones(()), finite, frame, local_posterior)
 

@@ -15,7 +15,7 @@ from numpyro_fed.normal.moments import shrunk_variances
 from numpyro_fed.solvers.base import Tilted
 from numpyro_fed.solvers.linear import Linear, place_at
 
-Array = Any
+Array = jax.Array
 
 
 @dataclass(frozen=True)

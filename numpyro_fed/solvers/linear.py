@@ -41,7 +41,7 @@ from numpyro_fed.precision import in_x64, to_user_dtype
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
-Array = Any
+Array = jax.Array
 PEAK, FLOOR = 0.1, 1e-4  # of the default optimiser's steps, in sds of q
 LEGS = 4  # times that locals are looked for again on the way to the mode
 
@@ -105,7 +105,11 @@ class Linear(BaseSolver):
         found = self._found(variance_key, tilted, cavity, factor, at, frame)
         mean, sds = tilted.family.moments(found)
         value = affine.log_evidence(
-            tilted, affine.Coordinates(mean, sds), cavity, factor.log_f(to_user_dtype(mean), frame, factor.nodes(None))
+            tilted.family,
+            tilted.q,
+            affine.Coordinates(mean, sds),
+            cavity,
+            factor.log_f(to_user_dtype(mean), frame, factor.nodes(None)),
         )
         return Projection(found, value, jnp.ones(()), tilted.family.proper(found), frame)
 
