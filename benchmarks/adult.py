@@ -109,8 +109,8 @@ def main(args):
 
 
 def described(name, kind, fit, mean, sd, test):
-    m, cov = fit.method.normal(fit.split, fit.state.server)
-    shift, ratio = np.max(np.abs(m - mean) / sd), np.sqrt(np.diag(cov)) / sd
+    normal = fit.normal()
+    shift, ratio = np.max(np.abs(normal.mean - mean) / sd), normal.sds / sd
     beta = fit.sample(jax.random.key(3), 1000)["beta"]
     sent = np.sum(fit.history["bytes_up"] + fit.history["bytes_down"]) / 1e3
     ratios = f"{ratio.min():.2f} to {ratio.max():.2f}"

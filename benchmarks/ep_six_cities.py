@@ -54,12 +54,7 @@ def silos_of(num, seed):
 
 def moments(fit):
     """Mean and sds of (beta, omega), which are unconstrained: no Monte Carlo error."""
-    if hasattr(fit.method, "normal"):
-        mean, cov = fit.method.normal(fit.split, fit.state.server)
-    else:
-        guide, server = fit.method.family.bind(fit.split), fit.state.server
-        mean, cov = guide.mean_global(server.params, server.base), guide.covariance(server.params, server.base)
-    return np.asarray(mean), np.sqrt(np.diag(cov))
+    return np.asarray(fit.normal().mean), fit.normal().sds
 
 
 def judged(fit):

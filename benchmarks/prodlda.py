@@ -197,7 +197,7 @@ def guides(corpus, args):
     own = nf.guides.StructuredNormal(global_cov="diagonal", local_cov="diagonal", coupling=False)
     return {
         "per document": (own, args.steps),
-        "amortised": (nf.guides.Amortised(network, inputs=("counts",), global_cov="diagonal"), args.amortised_steps),
+        "amortised": (nf.guides.Amortized(network, inputs=("counts",), global_cov="diagonal"), args.amortised_steps),
     }
 
 

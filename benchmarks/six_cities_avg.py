@@ -63,8 +63,7 @@ def figure(fits, args):
     fig, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
     width = 0.8 / len(fits)
     for i, (label, fit) in enumerate(fits.items()):
-        guide, server = fit.method.family, fit.state.server
-        shift = np.abs((np.asarray(guide.mean_global(server.params, server.base)) - MEAN) / SD)
+        shift = np.abs((np.asarray(fit.normal().mean) - MEAN) / SD)
         axis.bar(np.arange(5) + (i - (len(fits) - 1) / 2) * width, shift, width, label=label)
     axis.axhline(0.4, color="0.4", linewidth=0.8, linestyle=":")
     axis.set(yscale="symlog", ylabel="distance from the exact mean, in sds", ylim=(0, None))

@@ -1,6 +1,7 @@
 """Federated Bayesian inference on NumPyro."""
 
-from numpyro_fed import engines, guides, schedules, solvers
+from numpyro_fed import algorithm, engines, guides, schedules, solvers
+from numpyro_fed.algorithm import Posterior
 from numpyro_fed.data import datasets, partitioners
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.split import split
@@ -17,6 +18,7 @@ from numpyro_fed.methods import (
     FedPA,
     Fits,
     Independent,
+    Method,
     NonFiniteError,
     SFVIAvg,
     VerdictWarning,
@@ -24,10 +26,11 @@ from numpyro_fed.methods import (
 from numpyro_fed.model.partition import partition
 from numpyro_fed.model.partition_table import Partition
 from numpyro_fed.model.trace import PartitionError
+from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.results.correction import Correction
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.influence_tables import Conflict, Influence
-from numpyro_fed.results.storage import load
+from numpyro_fed.results.load import load
 
 __all__ = [
     "EP",
@@ -43,14 +46,18 @@ __all__ = [
     "Fits",
     "Independent",
     "Influence",
+    "Method",
     "NonFiniteError",
+    "Normal",
     "Partition",
     "PartitionError",
+    "Posterior",
     "Reference",
     "SFVIAvg",
     "SiloStore",
     "Silos",
     "VerdictWarning",
+    "algorithm",
     "compare",
     "datasets",
     "engines",

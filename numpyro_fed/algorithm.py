@@ -43,7 +43,7 @@ server's state, so engines run it as any other.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -98,3 +98,105 @@ class FederatedAlgorithm(NamedTuple):
             silo_step=once(self.silo_step),
             server_step=once(self.server_step),
         )
+
+
+# --- from the round to a run ------------------------------------------------------------------------------------------
+
+
+class Left(NamedTuple):
+    """What phases leave behind, for those after them and for the fit."""
+
+    warm: Any = None  # a WarmStart (numpyro_fed.run.warm_start): where a mode search, or another fit, ended
+    server: PyTree = None  # the method's own server state: of its rounds, or of a run that is gone on with
+    reasons: tuple[str, ...] = ()  # why the posterior is to be doubted
+    interrupted: bool = False
+
+
+class Begun(NamedTuple):
+    """How a phase begins: the server's half, and what is sent to the silos for theirs."""
+
+    server: PyTree
+    given: PyTree = ()
+
+
+def _begin(left: Left, fresh: PyTree) -> Begun:
+    return Begun(fresh if left.server is None else left.server)
+
+
+def _begin_silo(given: PyTree, silo: PyTree, local: PyTree) -> PyTree:
+    return silo
+
+
+def _finish(left: Left, server: PyTree, info: dict[str, Any]) -> Left:
+    return left._replace(server=server)
+
+
+class Phase(NamedTuple):
+    """Run this algorithm, from that state, until then. A run is a few of these, one after another.
+
+    ``role`` says what becomes of it. ``"start"``: it leaves a warm start, and is left out where one is given.
+    ``"rounds"``: the method itself; its states are the fit's. ``"check"``: one more look at the end, on the silos'
+    states as the rounds left them; what is not finite there is left out.
+    """
+
+    name: str  # "mode", "rounds", "nodes", "posterior", "correct": also the stream of its random numbers
+    algorithm: FederatedAlgorithm
+    # (left, the algorithm's fresh server state) -> Begun; None: there is nothing to check. At the server.
+    begin: Callable[[Left, PyTree], "Begun | None"] = _begin
+    # (given, silo state, what a phase or fit before left in this silo, or None) -> silo state. In the silo.
+    begin_silo: Callable[[PyTree, PyTree, PyTree], PyTree] = _begin_silo
+    num_rounds: int = 1  # at most
+    # (info of the last rounds) -> whether nothing moves any more. None: all rounds are done.
+    done: Callable[[dict[str, Any]], bool] | None = None
+    # (left, server state at the end, info of the last rounds) -> Left; None: nothing finite was met.
+    finish: Callable[[Left, PyTree, dict[str, Any]], "Left | None"] = _finish
+    cohort: int | None = None  # silos in a round; None: the schedule's (a check asks all, or the next random cohort)
+    role: str = "rounds"
+    effort: str = "most"  # of the compiler: "most" for thousands of rounds, "some" for tens, "least" for a few
+    look: int | None = None  # rounds between two looks of the host, at most; None: the engine's own number
+    remedy: str = "pass a smaller step: optim=optax.adam(1e-3)"  # against a loss that is not finite
+    lacks: str = ""  # of a check: what a fit lacks without it
+
+
+@runtime_checkable
+class Posterior(Protocol):
+    """All that a fit, its predictions, corrections, comparisons and files know of a method.
+
+    Bound to one model. What only some posteriors can do they offer beside these four: ``to_warm_start`` and
+    ``local_start`` (:mod:`numpyro_fed.run.warm_start`), ``sample_with_log_prob`` and ``silo_elbo`` (the evidence
+    bound), ``sites`` (a factor for each silo), ``inputs`` (arguments an encoder reads), ``correction``.
+    """
+
+    def sample(self, key: Key, server: PyTree) -> Any:
+        """One draw of z_G, unconstrained."""
+        ...
+
+    def sample_local(self, key: Key, z: Any, server: PyTree, silo: PyTree, data: Any) -> dict[str, Any]:
+        """One draw of z_L given z_G = z, with the rows of ``data``, a SiloData. In the silo."""
+        ...
+
+    def theta(self, server: PyTree) -> dict[str, Any]:
+        """The model's params, unconstrained."""
+        ...
+
+    def normal(self, server: PyTree) -> Any:
+        """q(z_G), where it is a normal (:class:`numpyro_fed.normal.gaussian.Normal`); else None."""
+        ...
+
+
+class Program(NamedTuple):
+    """What a method compiles to."""
+
+    phases: tuple[Phase, ...]
+    posterior: Posterior
+
+
+class Plan(NamedTuple):
+    """What a method may know of a run when it compiles: how long, and who takes part."""
+
+    num_rounds: int | None = None  # as the user says; None: the method's default
+    names: Any = ()  # of the silos
+    sweep: int = 1  # rounds in which every silo takes part once
+    cohort: int | None = None  # silos in a round; None: all of them
+    random: bool = False  # cohorts are drawn by chance: those who are asked stand for all
+    stale: bool = False  # silos work from what they last received

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def check_key(rng_key: Any) -> Any:
@@ -15,6 +16,27 @@ def check_key(rng_key: Any) -> Any:
         return jax.random.wrap_key_data(jnp.asarray(rng_key))
     got = "nothing" if rng_key is None else f"a {type(rng_key).__name__}"
     raise TypeError(f"rng_key must be a JAX key, got {got}: pass jax.random.key(0)")
+
+
+class VerdictWarning(UserWarning):
+    """The fit itself doubts its posterior; the message says why and what to type."""
+
+
+def check_count(name: str, value: Any, least: int = 1, optional: bool = False) -> Any:
+    """An int of at least ``least`` (or None, where it may be left out), or an error that says so.
+
+    >>> check_count("num_rounds", 8)
+    8
+    >>> check_count("num_rounds", 0)
+    Traceback (most recent call last):
+    ...
+    ValueError: num_rounds must be an int of at least 1, got 0
+    """
+    if value is None and optional:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+    return int(value)
 
 
 def told(names: Sequence[str], most: int = 10) -> str:

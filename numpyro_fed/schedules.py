@@ -77,6 +77,7 @@ class Sequential:
 class Sampled:
     cohort_size: int
     stale: ClassVar[bool] = False
+    random: ClassVar[bool] = True  # those who are asked stand for all
 
     def sweep(self, num_silos: int) -> int:
         return math.ceil(num_silos / self.cohort_size)

@@ -7,42 +7,60 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.stack import stack
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import State
 
 
+class GivenPosterior:
+    """Independent normals over z_G and z_L, the latter shifted by the first global."""
+
+    def __init__(self, split: SplitModel) -> None:
+        self.split = split
+
+    def theta(self, server: dict) -> dict[str, Any]:
+        return server["theta"]
+
+    def sample(self, key: Any, server: dict) -> Any:
+        return server["loc"] + server["scale"] * jax.random.normal(key, (self.split.dim,))
+
+    def sample_local(self, key: Any, z: Any, server: dict, silo: dict, data: SiloData) -> dict:
+        noise = lambda group, value: jax.random.normal(jax.random.fold_in(key, len(group)), value.shape)
+        shift = z[0] if self.split.dim else 0.0
+        return {
+            group: silo["loc"][group] + silo["coupling"] * shift + silo["scale"] * noise(group, silo["loc"][group])
+            for group in silo["loc"]
+        }
+
+    def normal(self, server: dict) -> Normal | None:
+        return None
+
+
 @dataclass(frozen=True)
 class Given:
-    """A method that has found independent normals over z_G and z_L, the latter shifted by the first global."""
+    """The method of such a fit, as far as a file needs it."""
 
     model: Any
     local: Any = None
     shared: Any = None
 
-    def theta(self, server: dict) -> dict[str, Any]:
-        return server["theta"]
+    def posterior_of(self, split: SplitModel, survey: Any = None) -> GivenPosterior:
+        return GivenPosterior(split)
 
-    def sample_global(self, split: SplitModel, server: dict, key: Any) -> Any:
-        return server["loc"] + server["scale"] * jax.random.normal(key, (split.dim,))
-
-    def sample_local(self, split: SplitModel, server: dict, silo: dict, key: Any, z: Any, mask: dict) -> dict:
-        noise = lambda group, value: jax.random.normal(jax.random.fold_in(key, len(group)), value.shape)
-        shift = z[0] if split.dim else 0.0
-        return {
-            group: silo["loc"][group] + silo["coupling"] * shift + silo["scale"] * noise(group, silo["loc"][group])
-            for group in silo["loc"]
-        }
+    def again(self) -> None:
+        """It was not run."""
+        return None
 
 
 def given_fit(
     model: Any, silos: Silos, *, loc: Any = 0.0, scale: float = 1.0, silo: dict[str, Any] | None = None, **options: Any
 ) -> Fit:
     """A Fit with z_G ~ N(loc, scale^2); ``silo`` has ``loc`` (one for each row), ``scale`` and ``coupling`` of z_L."""
-    method = Given(model, **options)
     split = split_model(model, silos, check=False, **options)
     buckets = stack(silos, split.spec, split.partition.axes)
     local = {"loc": 0.0, "scale": 0.5, "coupling": 0.0} | (silo or {})
@@ -61,4 +79,4 @@ def given_fit(
     state = State("Given", silos.names, tuple(bucket.names for bucket in buckets), server, tuple(states), 3)
     history = {"loss": np.array([3.0, 2.0, 1.0]), "bytes_up": np.full(3, 1000)}
     padded = tuple({axis: rows.shape[-1] for axis, rows in bucket.mask.items()} for bucket in buckets)
-    return Fit(method, split, state, history, 0.1, padded, silos)
+    return Fit(GivenPosterior(split), split, state, history, 0.1, padded, silos)

@@ -46,7 +46,8 @@ def given(method: Any, silos: nf.Silos, mean: Any, covariance: Any, theta: dict 
     padded = tuple({axis: rows.shape[-1] for axis, rows in bucket.mask.items()} for bucket in stack.buckets)
     state = State(type(method).__name__, silos.names, buckets, server, states, 0)
     history = {"loss": np.array([1.0]), "bytes_up": np.array([10]), "bytes_down": np.array([20])}
-    return Fit(method, prepared.split, state, history, 0.1, padded, silos)
+    posterior = method.posterior_of(prepared.split, prepared.notes.get("weighting", prepared.notes.get("marginal")))
+    return Fit(posterior, prepared.split, state, history, 0.1, padded, silos, again=method.again())
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_a_wrong_posterior_is_repaired(wrong: Fit, corrected: Fit, silos: nf.Sil
     assert again.correction.ess > corrected.correction.ess  # from around the weighted points
     shift, log_sd = errors(again, silos)
     assert shift < 0.01 and log_sd < 0.01
-    assert isinstance(again.method, correction.CorrectedMethod) and again.method.method == METHOD
+    assert isinstance(again.posterior, correction.CorrectedPosterior) and again.posterior.inner is wrong.posterior
     assert again.num_rounds == 3
 
 
@@ -158,10 +159,9 @@ def test_what_it_says(wrong: Fit, corrected: Fit) -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_runs_go_on_from_it(corrected: Fit, silos: nf.Silos) -> None:
-    with pytest.raises(ValueError, match=r"of EP, corrected, this is EP: pass the Fit.*fit\.uncorrected\.state"):
+    with pytest.raises(ValueError, match=r"of a corrected fit of EP: pass the Fit.*fit\.uncorrected\.state"):
         METHOD.run(KEY, silos, 1, init_state=corrected.state)
-    stack = corrected._stack()
-    found = corrected.method.found(corrected.split, corrected.state.server, corrected.state.arranged(stack))
+    found = corrected.posterior.to_warm_start(corrected.state.server)
     mean, cov = corrected.correction.moments()
     np.testing.assert_allclose(found.loc, mean)
     np.testing.assert_allclose(found.chol @ found.chol.T, cov)
@@ -170,7 +170,7 @@ def test_runs_go_on_from_it(corrected: Fit, silos: nf.Silos) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
     lonely = corrected.state.server._replace(log_weights=jnp.full(2048, -jnp.inf).at[3].set(0.0))
     with pytest.raises(ValueError, match=r"effective sample size of 1\.0, too few .*fit\.uncorrected"):
-        corrected.method.found(corrected.split, lonely, corrected.state.arranged(stack))
+        corrected.posterior.to_warm_start(lonely)
 
 
 @pytest.mark.usefixtures("x64")
@@ -182,7 +182,13 @@ def test_errors_teach(exact: Fit, corrected: Fit, silos: nf.Silos, tmp_path: Pat
     with pytest.raises(ValueError, match=r"points need the silos' data.*pass silos= to nf\.load"):
         nf.load(exact.save(tmp_path / "fit"), METHOD).correct(KEY)
     guide = nf.guides.StructuredNormal(global_guide=AutoIAFNormal, coupling=False)
-    flow = replace(exact, method=nf.SFVI(model, guide=guide), state=exact.state._replace(method="SFVI"))
+    sfvi = nf.SFVI(model, guide=guide)
+    server = sfvi.again().prepare(KEY, silos).state.server
+    flow = replace(
+        exact, posterior=sfvi.posterior_of(exact.split), state=exact.state._replace(method="SFVI", server=server)
+    )
+    with pytest.raises(ValueError, match=r"nf\.SFVI with .*AutoIAFNormal.* has no normal posterior.*nf\.EP"):
+        flow.normal()
     with pytest.raises(TypeError, match=r"starts from a normal.*nf\.SFVI with .*AutoIAFNormal.*fit with nf\.EP"):
         flow.correct(KEY)
     far = given(METHOD, silos, np.full(2, 1e200), np.eye(2))
@@ -300,7 +306,7 @@ def test_locals_that_are_drawn() -> None:
         precision, total = precision + np.sum(1 / variance), total + np.sum(y / variance)
     silos = nf.Silos(data)
     fit = given(nf.EP(crowded), silos, [total / precision + 0.4 * precision**-0.5], [[0.7 / precision]])
-    assert correct._marginal(fit, fit._stack()) == ("importance_weighted", correct.DRAWS, "aligned")
+    assert correct._marginal(fit) == ("importance_weighted", correct.DRAWS, "aligned")
     found = fit.correct(KEY, 4096).correction
     mean, cov = found.moments()
     assert abs(mean[0] - total / precision) < 0.05 * precision**-0.5
@@ -322,6 +328,6 @@ def test_other_methods(silos: nf.Silos) -> None:
     theta = {"theta": jnp.asarray(0.5)}
     fit = given(nf.SFVI(offset), nf.Silos(single(0.5)), mean + 0.5 * np.sqrt(np.diagonal(cov)), 0.7 * cov, theta)
     corrected = fit.correct(KEY)
-    assert corrected.state.method == "SFVI, corrected" and corrected.params == {"theta": 0.5}
+    assert corrected.state.method == "SFVI" and corrected.params == {"theta": 0.5}
     shift, log_sd = errors(corrected, silos)
     assert shift < 0.03 and log_sd < 0.03

@@ -48,7 +48,7 @@ def closed_form(silos, names=None):
 def worst(fit, mean, cov):
     """The largest error of a mean in sds, and of a covariance in units of the sds."""
     sd = np.sqrt(np.diag(cov))
-    got_mean, got_cov = fit.method.normal(fit.split, fit.state.server)
+    got_mean, got_cov = np.asarray(fit.normal().mean), fit.normal().covariance
     return max(np.max(np.abs(got_mean - mean) / sd), np.max(np.abs(got_cov - cov) / np.outer(sd, sd)))
 
 
@@ -190,7 +190,7 @@ def test_a_prior_that_is_not_normal_is_the_users_prior_all_the_same(x64):
     weight /= weight.sum()
     mean = weight @ grid
     sd = np.sqrt(weight @ (grid - mean) ** 2)
-    got_mean, got_cov = fit.method.normal(fit.split, fit.state.server)
+    got_mean, got_cov = np.asarray(fit.normal().mean), fit.normal().covariance
     # 128 fixed points integrate a smooth function of one number to about this
     assert abs(got_mean[0] - mean) < 0.01 * sd
     assert abs(np.sqrt(got_cov[0, 0]) / sd - 1) < 0.01
@@ -245,8 +245,9 @@ def test_a_silo_whose_factor_breaks_down_is_skipped_and_counted():
     with pytest.warns(UserWarning, match="silo 's0', 's1', 's2', 's3' was not asked, or nothing could be accepted"):
         fit = run(nf.EP(regression, solver=Broken(), tolerance=0), silos, 2)
     np.testing.assert_array_equal(fit.history["skipped"], 4)
-    _, cov = fit.method.normal(fit.split, fit.state.server)
-    np.testing.assert_allclose(cov, 100 * np.eye(3), rtol=1e-6, err_msg="nothing was accepted: the prior")
+    np.testing.assert_allclose(
+        fit.normal().covariance, 100 * np.eye(3), rtol=1e-6, err_msg="nothing was accepted: the prior"
+    )
 
 
 # --- stopping, starts, storage ----------------------------------------------------------------------------------------
@@ -349,7 +350,7 @@ def test_fixed_points_are_those_of_variational_inference_on_the_pooled_data(sche
     method = nf.PVI(logistic, tolerance=1e-4)
     pooled = run(method, nf.Silos({"all": dict(x=x, y=y)}), 20)
     apart = run(method, silos, 60, schedule=schedule)
-    (mean, cov), (other, other_cov) = (f.method.normal(f.split, f.state.server) for f in (pooled, apart))
+    (mean, cov), (other, other_cov) = ((f.normal().mean, f.normal().covariance) for f in (pooled, apart))
     sd = np.sqrt(np.diag(cov))
     np.testing.assert_allclose(other / sd, mean / sd, atol=2e-3)
     np.testing.assert_allclose(other_cov / np.outer(sd, sd), cov / np.outer(sd, sd), atol=2e-3)

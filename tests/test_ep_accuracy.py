@@ -41,7 +41,7 @@ def test_a_silo_that_leaves_is_as_if_it_had_not_been_there(five):
     """After two rounds among the others: the fit that never knew it."""
     left = five.without("silo 3", num_rounds=2)
     fresh = run(nf.EP(six_cities_model), five.silos.only(*(n for n in five.silos.names if n != "silo 3")), 6)
-    (mean, cov), (other, other_cov) = (f.method.normal(f.split, f.state.server) for f in (left, fresh))
+    (mean, cov), (other, other_cov) = ((f.normal().mean, f.normal().covariance) for f in (left, fresh))
     sd = np.sqrt(np.diag(other_cov))
     # both are deterministic; what is left is how far two rounds are from the end
     np.testing.assert_allclose(mean / sd, other / sd, atol=0.02)

@@ -17,6 +17,7 @@ from scipy.special import expit, log_softmax, softmax
 import numpyro_fed as nf
 from numpyro_fed.judge.evaluate import evaluate
 from numpyro_fed.judge.metrics import accuracy, ece, log_likelihood, reliability
+from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.results.fit import Fit
 
 KEY = jax.random.key(5)
@@ -168,9 +169,9 @@ def test_the_point_is_the_mean_of_the_unconstrained_globals(binary_fit: Fit) -> 
     assert abs(found.loc["point", "log_likelihood"] - log_likelihood(probs, NEW_Y)) < 5 * error
 
 
-def test_a_method_with_a_mode_is_evaluated_there() -> None:
+def test_a_normal_is_evaluated_at_its_own_mean() -> None:
     fit = given_fit(logistic, nf.split(SILO, x=X, y=Y), loc=0.5, scale=2.0)
-    object.__setattr__(fit.method, "mode", lambda split, server: jnp.array([1.0, -2.0]))
+    fit.posterior.normal = lambda server: Normal(jnp.array([1.0, -2.0]), jnp.ones(2))
     found = evaluate(fit, dict(x=NEW_X, y=NEW_Y), KEY)
     check(found.loc["point"], expit(NEW_X @ [1.0, -2.0]), NEW_Y)
 

@@ -75,7 +75,7 @@ def linear():
 def shift(fit, silos, prior=True):
     """Of the mode, in posterior sds."""
     mean, cov = normal_posterior(silos, prior)
-    return np.max(np.abs(np.asarray(fit.method.mode(fit.split, fit.state.server)) - mean) / np.sqrt(np.diag(cov)))
+    return np.max(np.abs(np.asarray(fit.state.server.z) - mean) / np.sqrt(np.diag(cov)))
 
 
 # --- what it targets --------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_posterior_averaging_finds_the_mode_and_the_posterior(linear):
     silos, fit = linear
     _, cov = normal_posterior(silos)
     assert shift(fit, silos) < 0.01  # float32: the gradient of 100 rows is right to 1e-6 of its terms
-    found = fit.method.normal(fit.split, fit.state.server)[1]
+    found = fit.normal().covariance
     np.testing.assert_allclose(found, cov, rtol=0.02, atol=1e-5)
     draws = np.asarray(fit.sample(jax.random.key(1), 4000)["b"])
     np.testing.assert_allclose(np.std(draws, axis=0), np.sqrt(np.diag(cov)), rtol=4 / np.sqrt(2 * 4000))
@@ -118,7 +118,7 @@ def test_the_samples_themselves_have_the_posteriors_covariance(sampler):
     method = nf.FedPA(regression, sampler=sampler, num_samples=400, rho=math.inf, stein=False)
     fit = run(method, silos, 30)
     _, cov = normal_posterior(silos)
-    found = fit.method.normal(fit.split, fit.state.server)[1]
+    found = fit.normal().covariance
     # an inverse covariance of 400 draws is right to sqrt(2 / 400) in each direction, draws correlate a little
     np.testing.assert_allclose(np.sqrt(np.diag(found)), np.sqrt(np.diag(cov)), rtol=0.15)
 
@@ -134,7 +134,7 @@ def test_averages_of_minibatch_steps_have_the_posteriors_covariance():
         burn_in_rounds=2,
     )  # fmt: skip
     fit = run(method, silos, 5)
-    found = fit.method.normal(fit.split, fit.state.server)[1]
+    found = fit.normal().covariance
     _, cov = normal_posterior(silos)
     # 100 draws: 7 %; residuals of 200 rows: 10 %; the walk of 100 steps of a fifth: a few
     np.testing.assert_allclose(np.sqrt(np.diag(found)), np.sqrt(np.diag(cov)), rtol=0.25)
@@ -305,7 +305,7 @@ def test_in_many_dimensions_the_posterior_is_low_rank_and_diagonal(many_dimensio
     posterior = fit.state.server.posterior
     assert posterior.sds.shape == (WIDE,) and posterior.factor.shape == (16, WIDE)
     draws = np.asarray(fit.sample(jax.random.key(0), 2000)["b"])
-    _, cov = fit.method.normal(fit.split, fit.state.server)
+    cov = fit.normal().covariance
     np.testing.assert_allclose(np.var(draws, axis=0), np.diag(cov), rtol=5 * np.sqrt(2 / 2000))
     assert np.all(np.diag(cov) <= 0.1**2 * 1.001) and np.all(np.diag(cov) > 0)
 
@@ -316,7 +316,7 @@ def test_low_rank_and_dense_posteriors_agree(many_dimensions, monkeypatch):
     silos, low = many_dimensions
     monkeypatch.setattr(fedpa, "DENSE", 1000)
     dense = run(nf.FedPA(wide, num_samples=8), silos, 10)
-    covariances = [fit.method.normal(fit.split, fit.state.server)[1] for fit in (low, dense)]
+    covariances = [fit.normal().covariance for fit in (low, dense)]
     np.testing.assert_allclose(*covariances, atol=2e-3 * 0.1**2)
 
 
@@ -364,7 +364,7 @@ def test_cohorts_and_sizes():
     silos = unlike(sizes=(30, 30, 30, 30))
     fit = run(nf.FedPA(regression), silos, 40, schedule=nf.schedules.sampled(2))
     _, cov = normal_posterior(silos)
-    sds = np.sqrt(np.diag(fit.method.normal(fit.split, fit.state.server)[1]))
+    sds = fit.normal().sds
     assert np.all((sds > 0.6 * np.sqrt(np.diag(cov))) & (sds < 1.6 * np.sqrt(np.diag(cov))))
 
 

@@ -124,7 +124,7 @@ def test_summary(fit: Fit, computed: Fit) -> None:
 
 def test_it_prints(fit: Fit) -> None:
     text = repr(fit)
-    assert text.startswith("Fit by Given: silos 3; rounds 3; sent 3.0 kB; seconds 0.1; loss 2;")
+    assert text.startswith("Fit by Given: silos 3; rounds 3; sent 3.0 kB; seconds 0.1; loss 1;")
     assert "global sites beta, omega; local sites b" in text
     page = fit._repr_html_()
     assert "<table" in page and "omega" in page and "silos 3" in page

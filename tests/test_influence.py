@@ -54,7 +54,7 @@ def posterior(silos: nf.Silos, *names: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def moments(fit: nf.Fit) -> tuple[np.ndarray, np.ndarray]:
-    return fit.method.normal(fit.split, fit.state.server)
+    return np.asarray(fit.normal().mean), fit.normal().covariance
 
 
 def assert_posterior(fit: nf.Fit, silos: nf.Silos, *names: str) -> None:
@@ -81,7 +81,7 @@ def with_sites(fit: nf.Fit, prior: Natural, each: Natural, method: Any = METHOD)
     """The fit with other factors."""
     server = fit.state.server
     new = server._replace(sites=server.sites._replace(prior=prior, each=each))
-    return replace(fit, method=method, state=fit.state._replace(server=new))
+    return replace(fit, posterior=method.posterior_of(fit.split), state=fit.state._replace(server=new))
 
 
 # --- silos that leave and join --------------------------------------------------------------------------------------

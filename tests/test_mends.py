@@ -81,13 +81,14 @@ def test_where_searches_begin_no_two_locals_are_alike():
     np.testing.assert_array_equal(few, many[:3])  # padding moves nobody
 
 
-def test_a_posterior_that_still_moves_says_so():
+def test_a_posterior_that_still_moves_says_so(tmp_path):
     settings = dict(solver=nf.solvers.Importance(num_points=64))
     with pytest.warns(nf.VerdictWarning, match=r"still moves by .* sds a sweep.*init_state=fit.state"):
         fit = nf.EP(regression, **settings).run(jax.random.key(0), regression_silos(), 1, progress_bar=False)
-    assert "still moving" in repr(fit)
+    assert "to be doubted: the posterior still moves by" in repr(fit) and "still moves" in fit._repr_html_()
+    assert len(fit.reasons) == 1 and nf.load(fit.save(tmp_path / "fit"), nf.EP(regression)).reasons == fit.reasons
     fit = nf.EP(regression, **settings).run(jax.random.key(0), regression_silos(), 20, progress_bar=False)
-    assert "still moving" not in repr(fit)
+    assert "to be doubted" not in repr(fit) and fit.reasons == ()
 
 
 def test_hmc_runs_in_float64(x64):

@@ -13,7 +13,7 @@ from numpyro_fed import schedules
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.data.stack import Bucket, Stack
 from numpyro_fed.engines.base import sent_to, traffic
-from numpyro_fed.engines.stale import Held, held, stale
+from numpyro_fed.engines.stale import StaleState, held, stale
 from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 from numpyro_fed.precision import stacked
 
@@ -367,7 +367,7 @@ def test_float64_leaves_survive_in_a_float32_program_and_the_users_functions_sta
         "n": ((4,), "int32"),
         "key": ((4,), "key<fry>"),
     }
-    assert isinstance(state, Held)
+    assert isinstance(state, StaleState)
     state = step(step(state, jnp.array([1])), jnp.array([3]))
     assert jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), state) == shapes
     for leaf in (state.broadcast.common["q"], state.broadcast.each):

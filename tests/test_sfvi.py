@@ -123,9 +123,8 @@ def test_conjugate_hierarchy_is_exact(num_silos):
     y = np.concatenate([silos[name]["y"] for name in silos.names]).astype(np.float64)
     precision = 1 / 9 + len(y) / 1.25
     mean, sd = y.sum() / 1.25 / precision, precision**-0.5
-    server, guide = fit.state.server, fit.method.family
-    assert abs(float(guide.mean_global(server.params, server.base)[0]) - mean) < 0.01 * sd
-    assert abs(float(guide.covariance(server.params, server.base)[0, 0]) ** 0.5 / sd - 1) < 0.01
+    assert abs(float(fit.normal().mean[0]) - mean) < 0.01 * sd
+    assert abs(float(fit.normal().covariance[0, 0]) ** 0.5 / sd - 1) < 0.01
 
 
 @pytest.mark.parametrize("num_silos", [1, 20])
@@ -144,11 +143,8 @@ def test_conjugate_regression_is_exact(num_silos):
     fit = nf.SFVI(regression).run(jax.random.key(0), silos, progress_bar=False)
     covariance = np.linalg.inv(x.T @ x / 0.49 + np.eye(3) / 100)
     sd = np.sqrt(np.diag(covariance))
-    server, guide = fit.state.server, fit.method.family
-    np.testing.assert_array_less(
-        np.abs(guide.mean_global(server.params, server.base) - covariance @ x.T @ y / 0.49), 0.01 * sd
-    )
-    np.testing.assert_allclose(np.sqrt(np.diag(guide.covariance(server.params, server.base))), sd, rtol=0.01)
+    np.testing.assert_array_less(np.abs(fit.normal().mean - covariance @ x.T @ y / 0.49), 0.01 * sd)
+    np.testing.assert_allclose(fit.normal().sds, sd, rtol=0.01)
 
 
 def test_start_finds_an_answer_far_from_the_prior():
@@ -238,12 +234,8 @@ def test_sampled_cohorts_reach_the_same_answer():
     fit = nf.SFVI(groups).run(jax.random.key(0), silos, 6000, schedule=nf.schedules.sampled(3), progress_bar=False)
     y = np.concatenate([silos[name]["y"] for name in silos.names]).astype(np.float64)
     precision = 1 / 9 + len(y) / 1.25
-    server, guide = fit.state.server, fit.method.family
     # a cohort's gradient is noisy even at the optimum: the tolerance is that of the step size, not of exactness
-    assert (
-        abs(float(guide.mean_global(server.params, server.base)[0]) - y.sum() / 1.25 / precision)
-        < 0.15 * precision**-0.5
-    )
+    assert abs(float(fit.normal().mean[0]) - y.sum() / 1.25 / precision) < 0.15 * precision**-0.5
     everyone = nf.SFVI(groups).run(jax.random.key(0), silos, 1, progress_bar=False)
     np.testing.assert_array_equal(fit.history["bytes_up"][-6000:] * 8, everyone.history["bytes_up"][-1] * 3)
 
@@ -316,8 +308,7 @@ def test_a_fit_starts_another_method():
     method = nf.SFVI(groups, guide=guide, importance_samples=1, optim=optax.sgd(1e-6))
     second = method.run(jax.random.key(1), silos, 1, init_state=first, progress_bar=False)
     assert second.state.round == 1 and not second.history["start"].any()
-    mean = lambda fit: fit.method.family.mean_global(fit.state.server.params, fit.state.server.base)
-    np.testing.assert_allclose(mean(first), mean(second), rtol=1e-4)
+    np.testing.assert_allclose(first.normal().mean, second.normal().mean, rtol=1e-4)
     with pytest.raises(ValueError, match="init_state is of another model or data"):
         other = nf.Silos({name: dict(y=np.ones(50, "f")) for name in silos.names})
         method.run(jax.random.key(1), other, 1, init_state=first, progress_bar=False)
@@ -349,8 +340,9 @@ def test_interrupt_returns_the_fit_so_far(capsys):
 def test_message_is_linear_in_the_globals():
     """What leaves a silo: gradients at the draw, at the centre, of theta, and the bound. No local latent, no rows."""
     silos = logistic_silos((30, 60))
-    fit = nf.SFVI(logistic).run(jax.random.key(0), silos, 2, progress_bar=False)
-    prepared, stack = fit.method.ready(silos)
+    method = nf.SFVI(logistic)
+    fit = method.run(jax.random.key(0), silos, 2, progress_bar=False)
+    prepared, stack = method.ready(silos)
     state, _ = fit.state.silo("silo 0")
     sent = prepared.algorithm.broadcast(jax.random.key(0), fit.state.server)
     message, _ = jax.eval_shape(prepared.algorithm.silo_step, jax.random.key(0), sent, state, stack.data("silo 0"))

@@ -55,10 +55,7 @@ def plain(x, y):
 
 
 def posterior(fit):
-    server, guide = fit.state.server, fit.method.family
-    return np.asarray(guide.mean_global(server.params, server.base)), np.asarray(
-        guide.covariance(server.params, server.base)
-    )
+    return np.asarray(fit.normal().mean), fit.normal().covariance
 
 
 # --- what a round does ----------------------------------------------------------------------------------------------

@@ -265,8 +265,7 @@ def test_predictions_in_200_dimensions(which):
     """As good for rows that no silo has seen as the pooled posterior, but for .03 nats (guessing costs .16 more)."""
     (method, settings, rounds), (silos, new) = METHODS[which], regression()
     fit = method(logistic, family="diagonal", **settings).run(jax.random.key(0), silos, rounds, progress_bar=False)
-    q = fit.method.q(fit.state.server)
-    assert bool(DIAGONAL.proper(q)) and not np.any(fit.history["skipped"])
+    assert np.all(np.isfinite(fit.normal().sds)) and not np.any(fit.history["skipped"])
     ours, best = likelihood(fit.sample(jax.random.key(1), 500)["beta"], new), likelihood(laplace(silos), new)
     assert ours > best - 0.03 and best > np.log(0.5) + 0.15
     assert np.all(np.isfinite(fit.history["loss"]))

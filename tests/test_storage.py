@@ -17,8 +17,10 @@ from models import MODELS, glmm, normal
 from numpyro_fed import guides
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.methods import SFVI
+from numpyro_fed.results.codec import decode, encode, keep_in, read_from
 from numpyro_fed.results.fit import Fit
-from numpyro_fed.results.storage import HEADER, decode, encode, keep_in, load, read_from
+from numpyro_fed.results.load import load
+from numpyro_fed.results.save import HEADER
 
 KEY = jax.random.key(5)
 
@@ -217,6 +219,6 @@ def test_trees_come_back_as_they_were() -> None:
 def test_any_arguments(name: str, tmp_path: Path) -> None:
     case = MODELS[name]
     fit = given_fit(case.model, case.silos(), **case.options)
-    loaded = load(fit.save(tmp_path / "fit"), fit.method)
+    loaded = load(fit.save(tmp_path / "fit"), Given(case.model, **case.options))
     silo = fit.state.names[0]
     same(loaded.sample_local(KEY, 3, silo=silo), fit.sample_local(KEY, 3, silo=silo))

@@ -7,6 +7,7 @@ A silo's data in a compiled program are a :class:`SiloData`; the ints among the 
 shapes, so a program serves every silo of its bucket.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.inputs import leaves
-from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.silos import Silos, at_silo
 
 
 class SiloData(NamedTuple):
@@ -92,8 +93,10 @@ def shared_arrays(silos: Silos) -> tuple[Any, ...]:
 def silo_data(
     silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None = None
 ) -> SiloData:
-    """One silo's data, padded to ``lengths`` (its own lengths when not given)."""
-    return _on_device(padded_data(silos, name, spec, axes, lengths))._replace(shared=shared_arrays(silos))
+    """One silo's data, padded to ``lengths`` (its own lengths when not given); read in its room."""
+    with at_silo(name):
+        own = padded_data(silos, name, spec, axes, lengths)
+    return _on_device(own)._replace(shared=shared_arrays(silos))
 
 
 def from_arguments(kwargs: dict[str, Any], spec: CallSpec, lengths: dict[str, int]) -> SiloData:
@@ -107,24 +110,48 @@ def from_arguments(kwargs: dict[str, Any], spec: CallSpec, lengths: dict[str, in
     return SiloData(args, {axis: jnp.ones(n, bool) for axis, n in lengths.items()}, shared)
 
 
+def cut(value: Any, along: Iterable[tuple[str, int]], lengths: Mapping[str, int], padded: Mapping[str, int]) -> Any:
+    """A value without its padded rows.
+
+    Args:
+        value: an array; leading axes (draws) are allowed.
+        along: the silo's axes that it lies along, each with its dim counted from the right.
+        lengths, padded: of the axes, without and with padding. An axis of n elements may have any share of n rows.
+
+    >>> cut(np.arange(8), [("rows", -1)], {"rows": 3}, {"rows": 4})
+    array([0, 1, 2, 3, 4, 5])
+    """
+    for axis, dim in along:
+        keep = value.shape[dim] * lengths[axis] // padded[axis]
+        value = value[(..., slice(keep), *(slice(None),) * (-dim - 1))]
+    return value
+
+
+def axis_lengths(data: SiloData) -> dict[str, int]:
+    """Of the silo's axes, padding included."""
+    return {axis: rows.shape[-1] for axis, rows in data.mask.items()}
+
+
 def without_padding(data: SiloData, spec: CallSpec, lengths: dict[str, int]) -> SiloData:
     """A padded silo's data cut back to its own ``lengths``."""
-    arrays = [leaf for leaf in spec.own if leaf.dtype is not None]
+    arrays, padded = [leaf for leaf in spec.own if leaf.dtype is not None], axis_lengths(data)
     args = tuple(
-        array if leaf.axis is None else array[: lengths[leaf.axis]]
+        array if leaf.axis is None else cut(array, [(leaf.axis, -array.ndim)], lengths, padded)
         for leaf, array in zip(arrays, data.args, strict=True)
     )
-    return SiloData(args, {axis: mask[: lengths[axis]] for axis, mask in data.mask.items()}, data.shared)
+    mask = {axis: cut(rows, [(axis, -1)], lengths, padded) for axis, rows in data.mask.items()}
+    return SiloData(args, mask, data.shared)
 
 
 def padded_data(
     silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None
 ) -> SiloData:
+    """One silo's arguments on the host, in the program's types. Reads them: call it in the silo's room."""
     own = {axis.name: axis.lengths[name] for axis in axes}
     lengths = own if lengths is None else lengths
     arrays = [leaf for _, leaf in leaves(silos.own(name))]
     args = tuple(
-        array if leaf.axis is None else _repeat_last(array, lengths[leaf.axis])
+        np.asarray(array if leaf.axis is None else _repeat_last(array, lengths[leaf.axis]), leaf.dtype)
         for leaf, array in zip(spec.own, arrays, strict=True)
         if leaf.dtype is not None
     )

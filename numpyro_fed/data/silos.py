@@ -12,7 +12,9 @@ partition has told which axes belong to the silos.
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -20,6 +22,28 @@ import numpy as np
 from numpyro_fed.data.inputs import check_alike, checked_arguments, describe, leaves, named_arguments
 
 LARGE = 1e8  # float32 keeps 7 digits: above this, differences of order one are lost
+
+_inside: ContextVar[str | None] = ContextVar("silo", default=None)
+
+
+@contextmanager
+def at_silo(name: str) -> Iterator[None]:
+    """The room of a silo: what is done in here is done where its data are. Arrays of a silo are read nowhere else.
+
+    >>> with at_silo("york"):
+    ...     inside()
+    'york'
+    """
+    token = _inside.set(name)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def inside() -> str | None:
+    """Whose room this is; None: the server's."""
+    return _inside.get()
 
 
 class Silos(Mapping[str, dict[str, Any]]):
@@ -33,6 +57,8 @@ class Silos(Mapping[str, dict[str, Any]]):
     Silos may have different numbers of rows. The leading axes are compared between silos to find out which plates
     are the silo's own (see :func:`numpyro_fed.partition`).
     """
+
+    lazy: ClassVar[bool] = False  # all silos are in memory
 
     def __init__(self, data: Any, shared: Mapping[str, Any] | None = None) -> None:
         named = named_arguments(data)

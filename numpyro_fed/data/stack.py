@@ -4,6 +4,9 @@ Silos of similar size share a bucket and are padded alike, so that padding never
 """
 
 import itertools
+import json
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.data.axis import Axis
-from numpyro_fed.data.padding import CallSpec, SiloData, padded_data
-from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.store import SiloStore
+from numpyro_fed.data.inputs import leaves
+from numpyro_fed.data.padding import CallSpec, SiloData, padded_data, shared_arrays
+from numpyro_fed.data.silos import Silos, at_silo
 from numpyro_fed.keys import identities
 
+Array = jax.Array
 PADDING = 2.0  # rows after padding, at most this many times the rows before
 
 
@@ -81,32 +85,6 @@ def _lengths_of(name: str, found: list[Any], spec: CallSpec, axes: tuple[Axis, .
                 f"its rows are not independent, so they cannot be padded. {more}"
             )
     return lengths
-
-
-class Bucket(NamedTuple):
-    """Silos of similar size, padded alike and stacked on a leading axis."""
-
-    names: tuple[str, ...]
-    args: tuple[Any, ...]
-    mask: dict[str, Any]
-
-
-def stack(silos: Silos, spec: CallSpec, axes: tuple[Axis, ...]) -> list[Bucket]:
-    """All silos in as few buckets as keep padding below ``PADDING`` times the rows."""
-    buckets = bucket_names(silos.names, axes)
-    lengths = [{axis.name: max(axis.lengths[name] for name in names) for axis in axes} for names in buckets]
-    rounded = [
-        {axis.name: round_up(own[axis.name]) if axis.free else own[axis.name] for axis in axes} for own in lengths
-    ]
-    rows = sum(axis.lengths[name] for axis in axes for name in silos.names)
-    if sum(len(names) * sum(own.values()) for names, own in zip(buckets, rounded, strict=True)) <= PADDING * rows:
-        lengths = rounded
-    stacked = []
-    for names, own in zip(buckets, lengths, strict=True):
-        members = [padded_data(silos, name, spec, axes, own) for name in names]
-        data = jax.tree.map(lambda *rows: jnp.asarray(np.stack(rows)), *members)
-        stacked.append(Bucket(tuple(names), data.args, data.mask))
-    return stacked
 
 
 def round_up(length: int) -> int:
@@ -181,51 +159,113 @@ def _cut(order: list[str], sizes: np.ndarray, most: int) -> list[list[str]] | No
     return None
 
 
-class Source(NamedTuple):
-    """Where the data of a store's silos come from, and how the model wants them."""
-
-    store: SiloStore
-    spec: CallSpec
-    axes: tuple[Axis, ...]
-
-    def cohort(self, index: Any) -> tuple[np.ndarray, tuple, dict]:
-        """Identities, args and mask of a cohort, stacked, on the host."""
-        names = [self.store.name(j) for j in np.asarray(index).tolist()]
-        members = [(name, self.store.read(j)) for name, j in zip(names, np.asarray(index).tolist(), strict=True)]
-        return (identities(names), *gathered(members, self.spec, self.axes))
-
-
-class Stack(NamedTuple):
-    """All silos' data, in buckets, and what they share.
-
-    Of a store (``source`` is given) ``names`` are all silos', and the buckets hold an example of a few of them.
-    """
+class Bucket(NamedTuple):
+    """Silos of similar size, padded to the same lengths."""
 
     names: tuple[str, ...]
-    buckets: tuple[Bucket, ...]
-    shared: tuple[Any, ...]
-    source: Source | None = None
+    lengths: dict[str, int]  # {axis: rows after padding}
+
+
+class Stack:
+    """All silos, in buckets, as engines take them. Nothing is read before somebody asks, and then in its silo's room.
+
+    Of a store ``names`` are all silos', and the buckets hold an example of a few of them.
+    """
+
+    def __init__(
+        self, names: Any, buckets: tuple[Bucket, ...], spec: CallSpec, axes: tuple[Axis, ...], silos: Any, store: Any
+    ) -> None:
+        self.names, self.buckets, self.spec, self.axes = names, buckets, spec, axes
+        self.silos, self.store = silos, store
+        self.shared = shared_arrays(silos)
+        self._place = {name: (b, i) for b, bucket in enumerate(buckets) for i, name in enumerate(bucket.names)}
+
+    @property
+    def known(self) -> bool:
+        """Whether all silos are in the buckets."""
+        return self.store is None
 
     @property
     def example(self) -> "Stack":
-        """The silos whose data are in the buckets: everyone, or a few of a store."""
-        if self.source is None:
+        """The silos that are in the buckets: everyone, or a few of a store."""
+        if self.known:
             return self
-        return Stack(tuple(name for bucket in self.buckets for name in bucket.names), self.buckets, self.shared)
+        return Stack(self.silos.names, self.buckets, self.spec, self.axes, self.silos, None)
 
     def place(self, name: str) -> tuple[int, int]:
         """Bucket and position of a silo."""
-        for b, bucket in enumerate(self.buckets):
-            if name in bucket.names:
-                return b, bucket.names.index(name)
-        raise KeyError(name)
+        return self._place[name]
+
+    def index(self, name: str) -> int:
+        return self.names.index(name)
 
     def data(self, name: str) -> SiloData:
-        """One silo's data, padded as in its bucket."""
-        if self.source is not None:
-            _, args, mask = self.source.cohort([self.names.index(name)])
-            args, mask = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), (args, mask))
-            return SiloData(args, mask, self.shared)
-        b, position = self.place(name)
-        args, mask = jax.tree.map(lambda leaf: leaf[position], (self.buckets[b].args, self.buckets[b].mask))
+        """One silo's data on the device, padded as in its bucket; read in its own room."""
+        if self.known:
+            lengths = self.buckets[self.place(name)[0]].lengths
+            with at_silo(name):
+                own = padded_data(self.silos, name, self.spec, self.axes, lengths)
+            return jax.tree.map(jnp.asarray, own)._replace(shared=self.shared)
+        _, args, mask = self.cohort([self.index(name)])
+        args, mask = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), (args, mask))
         return SiloData(args, mask, self.shared)
+
+    @cached_property
+    def arrays(self) -> tuple[tuple[tuple[Array, ...], dict[str, Array]], ...]:
+        """Each bucket's arguments and masks, stacked over its silos, on the device."""
+        out = []
+        for bucket in self.buckets:
+            members = []
+            for name in bucket.names:
+                with at_silo(name):
+                    members.append(padded_data(self.silos, name, self.spec, self.axes, bucket.lengths))
+            data = jax.tree.map(lambda *rows: jnp.asarray(np.stack(rows)), *members)
+            out.append((data.args, data.mask))
+        return tuple(out)
+
+    def shapes(self, b: int) -> SiloData:
+        """What a silo's data in a bucket look like; nothing is read."""
+        lengths = self.buckets[b].lengths
+        args = tuple(
+            jax.ShapeDtypeStruct((lengths[leaf.axis], *leaf.shape[1:]) if leaf.axis else leaf.shape, leaf.dtype)
+            for leaf in self.spec.own
+            if leaf.dtype is not None and leaf.shape is not None
+        )
+        mask = {axis: jax.ShapeDtypeStruct((n,), bool) for axis, n in lengths.items()}
+        return SiloData(args, mask, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.shared))
+
+    def cohort(self, index: Any) -> tuple[np.ndarray, tuple, dict]:
+        """Of a store: identities, arguments and masks of a cohort, stacked, on the host."""
+        places = np.asarray(index).tolist()
+        names = [self.store.name(j) for j in places]
+        members = [(name, self.store.read(j)) for name, j in zip(names, places, strict=True)]
+        return (identities(names), *gathered(members, self.spec, self.axes))
+
+    @property
+    def description_bytes(self) -> int:
+        """What the silos told of their arguments: names, types, shapes and ints."""
+        return sum(len(described(self.silos.own(name))) for name in self.silos.names)
+
+
+def described(args: Mapping[str, Any]) -> bytes:
+    """What a silo tells of its arguments before anything else, and no value of an array.
+
+    >>> described(dict(y=np.zeros((3, 2), "f"), num_counties=2))
+    b'{"num_counties": 2, "y": ["float32", 3, 2]}'
+    """
+    told = {path: leaf if isinstance(leaf, int) else [str(leaf.dtype), *leaf.shape] for path, leaf in leaves(args)}
+    return json.dumps(told).encode()
+
+
+def stack_of(silos: Any, some: Silos, spec: CallSpec, axes: tuple[Axis, ...]) -> Stack:
+    """All silos in as few buckets as keep padding below ``PADDING`` times the rows; ``some`` are a store's example."""
+    groups = bucket_names(some.names, axes)
+    lengths = [{axis.name: max(axis.lengths[name] for name in names) for axis in axes} for names in groups]
+    rounded = [
+        {axis.name: round_up(own[axis.name]) if axis.free else own[axis.name] for axis in axes} for own in lengths
+    ]
+    rows = sum(axis.lengths[name] for axis in axes for name in some.names)
+    if sum(len(names) * sum(own.values()) for names, own in zip(groups, rounded, strict=True)) <= PADDING * rows:
+        lengths = rounded
+    buckets = tuple(Bucket(tuple(names), own) for names, own in zip(groups, lengths, strict=True))
+    return Stack(silos.names, buckets, spec, axes, some, silos if silos.lazy else None)

@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -44,6 +44,8 @@ class SiloStore:
     have the names, types and trailing shapes of the example's, and finite numbers. Whether observations lie in their
     distribution's support is checked on the example alone.
     """
+
+    lazy: ClassVar[bool] = True  # silos are read when they take part
 
     def __init__(
         self, read: Callable[[int], Mapping[str, Any]], names: Names, shared: Mapping[str, Any] | None

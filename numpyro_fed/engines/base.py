@@ -1,40 +1,71 @@
-"""What engines share: the silos' stacked data, keys from names, and the size of what crosses."""
+"""What engines share: what the loop asks of them, and the size of what crosses."""
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
+from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm, PyTree
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
 
 
-class Traffic(NamedTuple):
-    """Bytes that one silo sends and receives in one round."""
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that go up and down."""
 
-    up: int
-    down: int
+    up: int = 0
+    down: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.up + other.up, self.down + other.down)
+
+    def __rmul__(self, times: int) -> "Traffic":
+        return Traffic(times * self.up, times * self.down)
 
 
+@runtime_checkable
 class Engine(Protocol):
-    """Runs a FederatedAlgorithm. Silo states are a tuple over buckets, stacked; they leave the engine only in a Fit."""
+    """Runs a FederatedAlgorithm. Silo states are a tuple over buckets, stacked; they leave the engine only in a Fit.
 
-    def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]: ...
+    An engine of your own has two numbers and three functions; :class:`~numpyro_fed.engines.Loopback` is the plain one.
+    """
+
+    @property
+    def chunk(self) -> int:
+        """Rounds between two looks of the host: progress, stopping, interruption."""
+        ...
+
+    @property
+    def holds_states(self) -> bool:
+        """Silos keep a state between rounds; else they are read from a store and begin afresh each time."""
+        ...
+
+    def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[PyTree, tuple]:
+        """Fresh states of the server and of all silos."""
+        ...
 
     def rounds(
         self,
         algorithm: FederatedAlgorithm,
         key: Any,
         stack: Stack,
-        server: Any,
+        server: PyTree,
         silos: tuple,
         first: int,
-        cohorts: Any,
+        cohorts: np.ndarray | None,
         count: int,
-        effort: str = "most",  # of the compiler: "most" for thousands of rounds, "some" for tens, "least" for a few
-    ) -> tuple[Any, tuple, dict[str, np.ndarray]]: ...
+        effort: str = "most",
+    ) -> tuple[PyTree, tuple, dict[str, np.ndarray]]:
+        """Rounds first, first + 1, ...: the states after ``count`` of them, and the rounds' infos, stacked."""
+        ...
+
+    def in_silos(self, function: Callable[..., Any], given: PyTree, stack: Stack, *states: tuple | None) -> tuple:
+        """``function(given, *states of one silo)`` in every silo, stacked as states are; a state may be None."""
+        ...
 
 
 def sent_to(broadcast: Broadcast, j: Any) -> Broadcast:
@@ -42,9 +73,14 @@ def sent_to(broadcast: Broadcast, j: Any) -> Broadcast:
     return Broadcast(broadcast.common, jax.tree.map(lambda leaf: leaf[j], broadcast.each))
 
 
-def traffic(algorithm: FederatedAlgorithm, server: Any, silo: Any, data: SiloData) -> Traffic:
-    """The exact length of one silo's encoded message and broadcast, from shapes alone."""
+def traffic(algorithm: FederatedAlgorithm, server: PyTree, silo: PyTree | None, data: SiloData) -> Traffic:
+    """The exact length of one silo's encoded message and broadcast, from shapes alone.
+
+    Without ``silo``, a fresh one's.
+    """
     key = jax.random.key(0)
     broadcast = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key, s), 0), server)
+    if silo is None:
+        silo = jax.eval_shape(algorithm.init_silo, key, broadcast, data)
     message, _ = jax.eval_shape(algorithm.silo_step, key, broadcast, silo, data)
     return Traffic(wire.num_bytes(message), wire.num_bytes(broadcast))

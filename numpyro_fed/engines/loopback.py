@@ -4,9 +4,10 @@ Slow and simple: the reference for :class:`~numpyro_fed.engines.Vmap`, and the p
 ``jax.disable_jit()``).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,9 @@ from numpyro_fed.precision import engine_in_x64, stacked
 @dataclass(frozen=True)
 class Loopback:
     """Silos in a Python loop, every message and broadcast encoded and decoded as over a network."""
+
+    chunk: ClassVar[int] = 16
+    holds_states: ClassVar[bool] = True
 
     @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
@@ -82,6 +86,16 @@ class Loopback:
             silos,
             {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {},
         )
+
+    def in_silos(self, function: Callable[..., Any], given: Any, stack: Stack, *states: tuple | None) -> tuple:
+        out = []
+        for b, bucket in enumerate(stack.buckets):
+            each = []
+            for at in range(len(bucket.names)):
+                own = [None if s is None else jax.tree.map(lambda leaf, at=at: leaf[at], s[b]) for s in states]
+                each.append(function(_through_wire(given)[0], *own))
+            out.append(stacked(each))
+        return tuple(out)
 
 
 def _through_wire(tree: Any) -> tuple[Any, int]:

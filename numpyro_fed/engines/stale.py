@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm, Key, PyTree
 
 
-class Held(NamedTuple):
+class StaleState(NamedTuple):
     """The server of a :func:`stale` algorithm: the algorithm's own, and what each silo last received from it."""
 
     server: PyTree
@@ -19,14 +19,14 @@ class Held(NamedTuple):
 NEXT = 0x6E657874  # folded into a round's key for the broadcast that ends it: server_step has used the key itself
 
 
-def held(algorithm: FederatedAlgorithm, server: PyTree, key: Key, num_silos: int) -> Held:
+def held(algorithm: FederatedAlgorithm, server: PyTree, key: Key, num_silos: int) -> StaleState:
     """The server of the :func:`stale` algorithm, when everyone has just received ``broadcast(key, server)``.
 
     To start or go on from a server state, whatever schedule it comes from; the way back is ``.server``.
     """
     common, each = _arrays(algorithm.broadcast(key, server))
     with jax.enable_x64(True):
-        return Held(server, Broadcast(_repeated(common, num_silos), each))
+        return StaleState(server, Broadcast(_repeated(common, num_silos), each))
 
 
 @lru_cache(maxsize=32)  # engines take algorithms as static arguments: the same one must give the same one
@@ -53,16 +53,16 @@ def stale(algorithm: FederatedAlgorithm, num_silos: int) -> FederatedAlgorithm:
         num_silos: J. The state holds J broadcasts.
 
     Returns:
-        An algorithm with a :class:`Held` for server state; always the same object for the same arguments.
+        An algorithm with a :class:`StaleState` for server state; always the same object for the same arguments.
     """
 
-    def init(key: Key) -> Held:
+    def init(key: Key) -> StaleState:
         return held(algorithm, algorithm.init(key), key, num_silos)
 
     def init_silo(key: Key, received: Broadcast, data: PyTree) -> PyTree:
         return algorithm.init_silo(key, received.each, data)
 
-    def broadcast(key: Key, server: Held) -> Broadcast:
+    def broadcast(key: Key, server: StaleState) -> Broadcast:
         return Broadcast(common=(), each=server.broadcast)
 
     def silo_step(key: Key, received: Broadcast, silo: PyTree, data: PyTree) -> tuple[PyTree, PyTree]:
@@ -71,14 +71,14 @@ def stale(algorithm: FederatedAlgorithm, num_silos: int) -> FederatedAlgorithm:
     def aggregate(messages: PyTree, cohort: Cohort) -> tuple[PyTree, Any]:
         return algorithm.aggregate(messages, cohort), cohort.index
 
-    def server_step(key: Key, state: Held, aggregate: tuple[PyTree, Any]) -> tuple[Held, dict[str, Any]]:
+    def server_step(key: Key, state: StaleState, aggregate: tuple[PyTree, Any]) -> tuple[StaleState, dict[str, Any]]:
         inner, index = aggregate
         server, info = algorithm.server_step(key, state.server, inner)
         common, each = _arrays(algorithm.broadcast(jax.random.fold_in(key, NEXT), server))
         with jax.enable_x64(True):
             new = Broadcast(_repeated(common, len(index)), jax.tree.map(lambda leaf: leaf[index], each))
             holds = jax.tree.map(lambda old, rows: old.at[index].set(rows), state.broadcast, new)
-        return Held(server, holds), info
+        return StaleState(server, holds), info
 
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step)
 

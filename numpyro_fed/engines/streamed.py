@@ -5,19 +5,19 @@ Law: with the same names, cohorts and data in memory, and silos that keep nothin
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.data.stack import Source, Stack
+from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines.base import sent_to
 from numpyro_fed.keys import SERVER, START, silo_keys
 from numpyro_fed.precision import UNOPTIMISED, engine_in_x64, strong
@@ -46,7 +46,9 @@ class Streamed:
 
     prefetch: int = 2
     readers: int = 1
-    chunk = 16  # rounds between two looks of the host, and at most lost to an interruption
+    chunk: ClassVar[int] = 16  # rounds between two looks of the host, and at most lost to an interruption
+
+    holds_states: ClassVar[bool] = False  # a silo begins afresh each time it takes part
 
     def __post_init__(self) -> None:
         for name, least, what in (("prefetch", 0, "rounds"), ("readers", 1, "threads")):
@@ -71,12 +73,12 @@ class Streamed:
         count: int,
         effort: str = "most",
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
-        if stack.source is None:
+        if stack.known:
             raise TypeError("nf.engines.Streamed reads silos from an nf.SiloStore: use nf.engines.Vmap() for nf.Silos")
         num_silos, server, rows = len(stack.names), strong(server), []
         everyone = np.arange(num_silos, dtype=np.int32)
         wanted = [everyone if cohorts is None else np.asarray(cohorts[i], np.int32) for i in range(count)]
-        with _gathered(stack.source, wanted, self.prefetch, self.readers) as arriving:
+        with _gathered(stack, wanted, self.prefetch, self.readers) as arriving:
             for i, arrays in enumerate(arriving):
                 server, info = _ROUND[effort](algorithm, num_silos, key, first + i, arrays, stack.shared, server)
                 rows.append(info)
@@ -85,14 +87,17 @@ class Streamed:
         rows = jax.device_get(rows)
         return server, silos, {name: np.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
 
+    def in_silos(self, function: Callable[..., Any], given: Any, stack: Stack, *states: tuple | None) -> tuple:
+        return ()
+
 
 @contextmanager
-def _gathered(source: Source, cohorts: list[np.ndarray], ahead: int, readers: int) -> Iterator[Iterator[tuple]]:
+def _gathered(stack: Stack, cohorts: list[np.ndarray], ahead: int, readers: int) -> Iterator[Iterator[tuple]]:
     """Each cohort's index, identities, args and mask on the device, in order; no thread is left behind."""
 
     def gather(index: np.ndarray) -> tuple:
         with jax.enable_x64(True):  # of this thread; the arrays have the types that the user's program gives them
-            return jax.device_put((index, *source.cohort(index)))
+            return jax.device_put((index, *stack.cohort(index)))
 
     if ahead == 0:
         yield map(gather, cohorts)

@@ -3,9 +3,10 @@
 Law: equals :class:`~numpyro_fed.engines.Loopback` up to float rounding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,12 @@ CHUNK = 512  # rounds between two looks of the host: progress, stopping, interru
 class Vmap:
     """All silos of a bucket in one vmapped step; rounds run in a compiled loop. The default."""
 
+    chunk: ClassVar[int] = CHUNK
+    holds_states: ClassVar[bool] = True
+
     @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
-        return _start(algorithm, stack.names, _bucket_names(stack), key, _arrays(stack), stack.shared)
+        return _start(algorithm, stack.names, _bucket_names(stack), key, stack.arrays, stack.shared)
 
     @engine_in_x64
     def rounds(
@@ -48,17 +52,32 @@ class Vmap:
         compiled = _ROUNDS[effort]
         names = stack.names, _bucket_names(stack)
         server, silos, info = compiled(
-            algorithm, *names, key, _arrays(stack), stack.shared, server, silos, first, cohorts, count
+            algorithm, *names, key, stack.arrays, stack.shared, server, silos, first, cohorts, count
         )
         return server, silos, {name: np.asarray(rows)[:count] for name, rows in info.items()}
+
+    def in_silos(self, function: Callable[..., Any], given: Any, stack: Stack, *states: tuple | None) -> tuple:
+        return in_every_silo(function, given, stack, *states)
+
+
+def in_every_silo(function: Callable[..., Any], given: Any, stack: Stack, *states: tuple | None) -> tuple:
+    """``function(given, *states of one silo)``, vectorised over each bucket, in the precision of the user's program."""
+    x64 = jax.config.read("jax_enable_x64")
+
+    def one(*own: Any) -> Any:
+        with jax.enable_x64(x64):
+            return function(given, *own)
+
+    out = []
+    for b, bucket in enumerate(stack.buckets):
+        own = [None if state is None else state[b] for state in states]
+        with jax.enable_x64(True):
+            out.append(jax.vmap(one, axis_size=len(bucket.names))(*own))
+    return tuple(out)
 
 
 def _bucket_names(stack: Stack) -> tuple[tuple[str, ...], ...]:
     return tuple(bucket.names for bucket in stack.buckets)
-
-
-def _arrays(stack: Stack) -> tuple:
-    return tuple((bucket.args, bucket.mask) for bucket in stack.buckets)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

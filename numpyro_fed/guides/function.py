@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.auto import drawn_moments, rebuilt
+from numpyro_fed.guides.base import Guide, UserGuide
 from numpyro_fed.guides.normal import GlobalBase
 from numpyro_fed.guides.structured import StructuredNormal
 from numpyro_fed.guides.traced import (
@@ -36,8 +36,10 @@ Array = Any
 
 def as_guide(guide: Any) -> Any:
     """The guide a user passed, or an error that says what to pass."""
-    if guide is None or isinstance(guide, StructuredNormal | Amortised | GuideFunction | AutoInstance):
+    if guide is None or (hasattr(guide, "bind") and not isinstance(guide, type)):
         return guide
+    if isinstance(guide, Guide) and not isinstance(guide, type):
+        return UserGuide(guide)
     if isinstance(guide, AutoGuide):
         return AutoInstance(guide)
     if inspect.isclass(guide) and issubclass(guide, AutoGuide):
@@ -49,8 +51,8 @@ def as_guide(guide: Any) -> Any:
         return GuideFunction(guide)
     got = repr(guide) if isinstance(guide, str) else f"a {type(guide).__name__}"
     raise TypeError(
-        "guide must be nf.guides.StructuredNormal(...), nf.guides.Amortised(...) or a NumPyro guide function, got "
-        f"{got}"
+        "guide must be nf.guides.StructuredNormal(...), nf.guides.Amortized(...), a NumPyro guide function, or an "
+        f"object with the functions of nf.guides.Guide, got {got}"
     )
 
 
@@ -215,7 +217,7 @@ class _BoundFunction:
     def take_rows(self, base: Any, take: Any) -> Any:
         raise ValueError(
             "batch_size= needs to know which parameters belong to which row; a guide function does not tell. Use "
-            "nf.guides.StructuredNormal or nf.guides.Amortised, or leave batch_size= out."
+            "nf.guides.StructuredNormal or nf.guides.Amortized, or leave batch_size= out."
         )
 
     def adopt_local(self, split: SplitModel, params: dict, base: Any, mode: Any, found: Any) -> tuple:

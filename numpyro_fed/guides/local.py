@@ -82,10 +82,9 @@ class LocalNormal:
         scale = jax.tree.map(lambda value: jnp.full_like(value, 0.5), zeros)
         return self.init_local(split.groups, zeros, scale, {}, jnp.ones(split.dim), valid)
 
-    def adopt_local(self, split: SplitModel, params: dict, base: LocalBase, mode: Any, found: Any) -> tuple:
-        """Parameters and base at the locals that a start found."""
-        unit = found.sd if found.chol is None else jnp.sqrt(jnp.sum(found.chol**2, axis=1))
-        return self.init_local(split.groups, mode.loc, mode.scale, mode.coupling, unit, base.valid, found.loc)
+    def adopt_local(self, split: SplitModel, params: dict, base: LocalBase, mode: Any, given: Any) -> tuple:
+        """Parameters and base at the locals that a start found, around ``given.loc`` in units of ``given.unit``."""
+        return self.init_local(split.groups, mode.loc, mode.scale, mode.coupling, given.unit, base.valid, given.loc)
 
     def take_rows(self, base: LocalBase, take: Any) -> LocalBase:
         """The base of some rows."""

@@ -145,7 +145,7 @@ def _are_draws(what: Any) -> bool:
 
 
 def _label(fit: Any) -> str:
-    return type(fit.method).__name__ if hasattr(fit, "method") else "fit"
+    return fit.state.method if hasattr(fit, "posterior") else "fit"
 
 
 def _is_fit(what: Any) -> bool:

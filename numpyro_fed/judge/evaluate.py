@@ -5,9 +5,9 @@ posterior. The measures themselves are in :mod:`numpyro_fed.judge.metrics`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
@@ -18,17 +18,19 @@ import pandas as pd
 from numpyro.distributions import Distribution, MaskedDistribution
 from numpyro.primitives import Messenger
 
+from numpyro_fed.algorithm import Posterior, PyTree
 from numpyro_fed.checks import check_key
 from numpyro_fed.judge.metrics import accuracy, checked, ece
-from numpyro_fed.model.forward import predictor
+from numpyro_fed.model.forward import Call, Request, predicted
 from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import SiteShape, unwrapped
-from numpyro_fed.precision import ONCE
+from numpyro_fed.precision import ONCE, to_user_dtype
+from numpyro_fed.results import predict
 from numpyro_fed.results.fit import Fit
-from numpyro_fed.results.predict import predict
 
-Array = Any
+Array = jax.Array
+Program = Callable[..., Array]
 CLASSES = "\0classes"  # a deterministic site that no model has
 FAMILIES = ("Bernoulli", "Categorical")
 CENTRE_DRAWS = 1000  # of z_G, for its mean: known to 3 % of an sd
@@ -47,8 +49,8 @@ def evaluate(
 
     With :math:`p_{ic}(z)` the probability that the model gives to class c of observation i,
 
-    - ``"point"`` has :math:`p_{ic}(\hat z)`, where :math:`\hat z` is the method's mode of the unconstrained globals, or
-      (for methods with a posterior) their mean;
+    - ``"point"`` has :math:`p_{ic}(\hat z)`, where :math:`\hat z` is the posterior's mean of the unconstrained globals
+      (of a method that finds a point: that point);
     - ``"marginalised"`` has :math:`\frac1S \sum_s p_{ic}(z_s)`, over draws :math:`z_s` of the posterior.
 
     Local latents are those of :meth:`~numpyro_fed.Fit.predict`: with ``data``, new units' from their prior given the
@@ -92,19 +94,23 @@ def evaluate(
     if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer) or num_samples < 1:
         raise ValueError(f"num_samples must be an int of at least 1, got {num_samples!r}")
     key = jax.random.key(0) if rng_key is None else check_key(rng_key)
-    programs = _programs(fit, _chosen(fit.split.partition, site))
-    keys = jax.random.split(key, int(num_samples))
-    centre, draws = programs.points(keys, fit.state.server)
+    program = _program(fit, _chosen(fit.split.partition, site))
+    keys, server = jax.random.split(key, int(num_samples)), fit.state.server
+    asked = predict.asked(fit, data, silo, plain=True)
     local = fit.split.partition.local_sites or fit.split.partition.enumerated_sites
     once = keys if local else keys[:1]  # without local latents, all draws at a point are equal
-    at = {"point": (once, jnp.broadcast_to(centre, (len(once), *centre.shape))), "marginalised": (keys, draws)}
-    rows = {name: _measures(predict(programs.view, points, data, silo)[CLASSES]) for name, points in at.items()}
+    centre = _centre(fit, keys[0])
+    at = {
+        "point": (once, jnp.broadcast_to(centre, (len(once), *centre.shape))),
+        "marginalised": (keys, fit.programs.z(keys, server)),
+    }
+    rows = {name: _measures(program(asked.call, *points, server, asked.request)) for name, points in at.items()}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def _measures(rows: Array) -> dict[str, float | int]:
+def _measures(found: Array) -> dict[str, float | int]:
     """Of log probabilities, label and whether it counts, side by side on the last axis."""
-    rows = np.asarray(rows, np.float64).reshape(-1, rows.shape[-1])
+    rows = np.asarray(found, np.float64).reshape(-1, found.shape[-1])
     rows = rows[rows[:, -1] > 0]
     if not len(rows):
         raise ValueError("no observation counts: there are none in data, or the model masks all of them")
@@ -135,39 +141,42 @@ def _chosen(part: Partition, site: str | None) -> str:
     return classes[0] if site is None else site
 
 
-class _Programs(NamedTuple):
-    """What evaluates a fit, compiled."""
-
-    view: Fit  # as a prediction is to see it: the model tells a site's classes, and z_G is given, not drawn
-    points: Callable[..., tuple[Array, Array]]
+_kept: WeakKeyDictionary[Fit, dict[str, Program]] = WeakKeyDictionary()  # programs are kept as long as their fits
 
 
-_found: WeakKeyDictionary[Fit, dict[str, _Programs]] = WeakKeyDictionary()  # programs are kept as long as their fits
-
-
-def _programs(fit: Fit, site: str) -> _Programs:
-    own = _found.setdefault(fit, {})
+def _program(fit: Fit, site: str) -> Program:
+    own = _kept.setdefault(fit, {})
     if site not in own:
-        view = replace(fit, split=_told(fit.split, site))
-        view.__dict__["_predictor"] = _averaged(predictor(_Given(fit.method, fit.split), view.split))
-        own[site] = _Programs(view, _points(fit.method, fit.split))
+        own[site] = _averaged(fit.posterior, _told(fit.split, site))
     return own[site]
 
 
-def _points(method: Any, split: SplitModel) -> Callable[..., tuple[Array, Array]]:
-    """``(keys, server) -> (the centre of z_G, its draws)``."""
-    sample = lambda key, server: method.sample_global(split, server, key)
-    mode = getattr(method, "mode", None)
+def _averaged(posterior: Posterior, split: SplitModel) -> Program:
+    """``(call, keys, draws of z_G, server, request) -> rows``, probabilities averaged over draws, taken in turn."""
 
-    def run(keys: Array, server: Any) -> tuple[Array, Array]:
-        draws = jax.lax.map(lambda key: sample(key, server), keys)
-        if mode is not None:
-            return mode(split, server), draws
-        own = jax.random.split(jax.random.fold_in(keys[0], 1), CENTRE_DRAWS)
-        add = lambda i, total: total + sample(own[i], server)  # in turn: all at once could be large
-        return jax.lax.fori_loop(0, CENTRE_DRAWS, add, jnp.zeros_like(draws[0])) / CENTRE_DRAWS, draws
+    def run(call: Call, keys: Array, z: Array, server: PyTree, request: Request) -> Array:
+        one = lambda point: predicted(posterior, split, call, point[0], point[1], server, request)[CLASSES]
+        rows = jax.lax.map(one, (keys, z))
+        logs = jax.nn.logsumexp(rows[..., :-2], axis=0) - np.log(rows.shape[0])
+        return jnp.concatenate([logs, rows[0, ..., -2:]], axis=-1)
 
-    return jax.jit(run, compiler_options=ONCE)
+    return jax.jit(run, static_argnums=0, compiler_options=ONCE)
+
+
+def _centre(fit: Fit, key: Array) -> Array:
+    """The mean of z_G: a normal's own, else that of draws."""
+    posterior, server = fit.posterior, fit.state.server
+    normal = None if fit.correction is not None else posterior.normal(server)  # points have too few, or none at all
+    if normal is not None:
+        return to_user_dtype(normal.mean)
+
+    def run(key: Array, server: PyTree) -> Array:
+        keys = jax.random.split(jax.random.fold_in(key, 1), CENTRE_DRAWS)
+        first = posterior.sample(keys[0], server)  # from which all are counted, so that a point stays as it is
+        add = lambda i, total: total + (posterior.sample(keys[i], server) - first)  # in turn: all could be large
+        return first + jax.lax.fori_loop(1, CENTRE_DRAWS, add, jnp.zeros_like(first)) / CENTRE_DRAWS
+
+    return jax.jit(run, compiler_options=ONCE)(key, server)
 
 
 def _told(split: SplitModel, site: str) -> SplitModel:
@@ -230,42 +239,3 @@ def _counts(fn: Any) -> Array:
             counts = counts & mask.reshape(mask.shape + (1,) * fn.event_dim)
         fn = getattr(fn, "base_dist", None)
     return counts
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A method whose draw of z_G stands beside the server's state: (z_G, state)."""
-
-    method: Any
-    split: SplitModel
-
-    family = property(lambda self: getattr(self.method, "family", None))
-
-    def theta(self, server: tuple[Array, Any]) -> dict[str, Array]:
-        return self.method.theta(server[1])
-
-    def sample_global(self, split: Any, server: tuple[Array, Any], key: Array) -> Array:
-        return server[0]
-
-    def sample_local(self, split: Any, server: tuple[Array, Any], *rest: Any) -> dict[str, Array]:
-        return self.method.sample_local(self.split, server[1], *rest)
-
-
-def _averaged(one: Any) -> Callable[..., dict[str, Array]]:
-    """``((keys, draws of z_G), ...) -> {CLASSES: rows}``, probabilities averaged over draws, which are taken in turn.
-
-    The other arguments are those of :func:`numpyro_fed.model.forward.predictor`.
-    """
-
-    def run(
-        points: tuple, identity: Any, server: Any, state: Any, mask: Any, arrays: tuple, call: Any, data: Any = None
-    ) -> dict[str, Array]:
-        def at(point: tuple[Array, Array]) -> Array:
-            key, z = point
-            return one.__wrapped__(key[None], identity, (z, server), state, mask, arrays, call, data)[CLASSES][0]
-
-        rows = jax.lax.map(at, points)
-        logs = jax.nn.logsumexp(rows[..., :-2], axis=0) - np.log(rows.shape[0])
-        return {CLASSES: jnp.concatenate([logs, rows[0, ..., -2:]], axis=-1)}
-
-    return jax.jit(run, static_argnums=6, compiler_options=ONCE)

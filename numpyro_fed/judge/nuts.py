@@ -34,9 +34,9 @@ from numpyro.infer.hmc import hmc
 from tqdm.auto import tqdm
 
 from numpyro_fed.checks import check_key
-from numpyro_fed.data.padding import SiloData, shared_arrays, without_padding
+from numpyro_fed.data.padding import SiloData, without_padding
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.stack import Stack, stack
+from numpyro_fed.data.stack import Stack, stack_of
 from numpyro_fed.judge.effective import constant, num_effective
 from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.model.build import split_model
@@ -167,7 +167,7 @@ def nuts(
     if not split.dim and not split.groups:
         raise ValueError("the model has no latent sites: there is nothing to sample")
     fixed = _fixed_theta(split, theta)
-    data = Stack(silos.names, tuple(stack(silos, split.spec, split.partition.axes)), shared_arrays(silos))
+    data = stack_of(silos, silos, split.spec, split.partition.axes)
     # a chain's key depends on its number alone, not on how many chains there are
     keys = [jax.random.fold_in(key, chain) for chain in range(num_chains)]
     unconstrained, extra = _sample(split, data, fixed, keys, num_warmup, num_samples, progress_bar, nuts_options)
@@ -201,7 +201,7 @@ def _sample(
 ) -> tuple[Any, dict[str, np.ndarray]]:
     """Unconstrained draws and the sampler's statistics, each (chains, draws, ...)."""
     init, sample = hmc(potential_fn_gen=partial(partial, _potential, split, theta), algo="NUTS")
-    arrays = (tuple((bucket.args, bucket.mask) for bucket in data.buckets), data.shared)
+    arrays = (data.arrays, data.shared)
     zeros = _point(split, data)
     total = num_warmup + num_samples
     chunk = -(-total // -(-total // CHUNK))  # chunks of equal length, with few draws to spare
@@ -272,7 +272,8 @@ def _potential(split: SplitModel, theta: dict[str, Array], buckets: Any, shared:
 
 def _point(split: SplitModel, data: Stack) -> dict[str, Any]:
     """Zeros in the shape of the sampler's state: z_G, and each bucket's z_L stacked over its silos."""
-    local = tuple(split.zeros_locals(bucket.mask, len(bucket.names)) for bucket in data.buckets)
+    buckets = zip(data.buckets, data.arrays, strict=True)
+    local = tuple(split.zeros_locals(mask, len(bucket.names)) for bucket, (_, mask) in buckets)
     return {"z": jnp.zeros(split.dim), "local": local}
 
 

@@ -25,8 +25,10 @@ from numpyro_fed.local.bound import Weighting, combined, row_weights
 from numpyro_fed.local.conditional import LocalLaplace, draw_rows, fit_local_laplace, standard_local_laplace
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.redraw import observed_sites, redraw, replaced
+from numpyro_fed.model.observations import num_observations
 from numpyro_fed.model.rows import Components
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.families import LOG_2PI
 
 Array = Any
@@ -49,6 +51,40 @@ class Marginal(NamedTuple):
         return Weighting(self.num, self.rows)
 
 
+def by_quadrature(split: SplitModel, survey: Survey) -> bool:
+    """Whether rows are few-dimensional and do not meet, so that quadrature integrates them one by one."""
+    return bool(split.groups) and survey.rows != "whole" and not survey.joined and _row_size(split) in NODES
+
+
+def choose(
+    split: SplitModel, survey: Survey, kind: str | None = None, num: int | None = None, samples_locals: bool = False
+) -> Marginal:
+    """How a silo's locals are integrated out: as asked for, or as suits the model.
+
+    Args:
+        kind, num: as a solver says, or None.
+        samples_locals: the solver can sample locals with the globals.
+    """
+    if not split.groups:
+        return Marginal("none")
+    quadrature, size = by_quadrature(split, survey), _row_size(split)
+    kind = kind or ("joint" if samples_locals else "quadrature" if quadrature else "importance_weighted")
+    if kind == "quadrature" and not quadrature:
+        raise ValueError(
+            "quadrature needs rows of one or two local latents that do not meet in a term; here "
+            + ("rows meet" if survey.rows == "whole" or survey.joined else f"a row has {size}")
+            + ": use nf.solvers.HMC(), or marginal='importance_weighted'"
+        )
+    if kind == "joint" and not samples_locals:
+        raise ValueError("marginal='joint' samples the locals with the globals: use nf.solvers.HMC() or NUTS()")
+    default = {"quadrature": NODES.get(size, 1), "importance_weighted": DRAWS, "joint": 1}[kind]
+    return Marginal(kind, num or default, survey.rows)
+
+
+def _row_size(split: SplitModel) -> int:
+    return max((group.size for group in split.groups), default=0)
+
+
 class Nodes(NamedTuple):
     """Standardised places of the locals, and the log weight of each."""
 
@@ -68,7 +104,7 @@ class Factor(NamedTuple):
     batch: int  # points of z that may be evaluated at once
     sampled: bool = False  # locals are to be sampled with the globals
     redrawn: Callable | None = None  # (key, z, frame) -> gradient of log f at z, all observations redrawn given z
-    num_obs: Any = None  # how many observations the factor holds
+    num_obs: Callable | None = None  # () -> how many observations the factor holds; None: it holds none
     part: Callable | None = None  # (key, z) -> log f at z from a minibatch, right on average; None: there are none
 
     def batch_of(self, num: int) -> int:
@@ -168,16 +204,15 @@ def silo_factor(
         own = other.refit(z, frame, REDRAWN_STEPS)
         return jax.grad(lambda z: other.log_f(z, own, other.nodes(None)))(z)
 
-    observed = {axis for site in observed_sites(split, "observed", "factor") for axis, _ in site.axes}
-    num_obs = jnp.maximum(sum((jnp.sum(data.mask[axis]) for axis in observed), jnp.zeros((), int)), 1)
     elements = max(
         (int(np.prod(leaf.shape)) for leaf in jax.tree.leaves((data.args, data.mask)) if np.ndim(leaf)), default=1
     )
     each = marginal.num ** max((k for _, k in shapes.values()), default=1) if marginal.kind == "quadrature" else 1
     each = marginal.num if marginal.kind == "importance_weighted" else each
     batch = int(np.clip(MOST_ELEMENTS // max(elements * each, 1), 1, 1024))
+    count = partial(num_observations, split, data)
     part = None if batching is None else partial(_estimate, split, theta, data, batching)
-    return Factor(refit, log_f, nodes, joint, moments, shapes, batch, marginal.kind == "joint", redrawn, num_obs, part)
+    return Factor(refit, log_f, nodes, joint, moments, shapes, batch, marginal.kind == "joint", redrawn, count, part)
 
 
 def _estimate(split: SplitModel, theta: dict, data: SiloData, batching: Batching, key: Array, z: Array) -> Array:

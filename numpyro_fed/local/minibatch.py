@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.data.stack import Stack
-from numpyro_fed.local.bound import Batch, Weighting
+from numpyro_fed.local.bound import Batch
+from numpyro_fed.model.observations import silo_terms
 from numpyro_fed.model.rows import Components
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.precision import UNOPTIMISED
+from numpyro_fed.model.survey import Survey
 
 Array = Any
 
@@ -67,9 +67,13 @@ def draw(key: Array, total: Array, size: int) -> Array:
     return jnp.where(jnp.arange(size) < number, chosen, total)
 
 
-def plan(split: SplitModel, stack: Stack, weighting: Weighting, size: int, found: list[Components] | None) -> Batching:
-    """How minibatches of ``size`` rows are taken from these silos, or an error that says why they cannot be."""
-    observed = [s for s in split.partition.sites if s.role in ("observed", "factor") and not s.at_server]
+def lies(split: SplitModel) -> tuple[str, int, bool]:
+    """The axis whose rows are taken, its elements for each row, and whether rows are drawn directly (else by groups).
+
+    Raises:
+        ValueError: when rows of this model cannot be taken apart; the message says why.
+    """
+    observed = silo_terms(split, "observed", "factor")
     units = sorted({axis for site in observed for axis, _ in site.axes})
     if len(units) != 1:
         what = "no observations along an axis of the silos" if not units else f"observations along {', '.join(units)}"
@@ -84,33 +88,57 @@ def plan(split: SplitModel, stack: Stack, weighting: Weighting, size: int, found
     if others:
         raise ValueError(f"batch_size=: site {observed[0].name!r} has all rows of a silo in one event")
     names = {axis for group in split.groups for axis, _ in group.axes}
-    if names <= {unit}:
-        if any(len(group.axes) > 1 for group in split.groups):
-            raise ValueError(f"batch_size=: local latents lie along {unit!r} twice")
-        ratios = {ratio for group in split.groups for _, ratio in group.axes}
-        if len(ratios) > 1 or any(ratio > 1 for ratio in ratios):
-            raise ValueError("batch_size=: local latents have rows of several kinds; leave batch_size= out")
-        rows = int(1 / ratios.pop()) if ratios else 1
-        return Batching(unit, size, rows)
-    if weighting.rows != "indexed" or found is None:
+    if not names <= {unit}:
+        return unit, 1, False
+    if any(len(group.axes) > 1 for group in split.groups):
+        raise ValueError(f"batch_size=: local latents lie along {unit!r} twice")
+    ratios = {ratio for group in split.groups for _, ratio in group.axes}
+    if len(ratios) > 1 or any(ratio > 1 for ratio in ratios):
+        raise ValueError("batch_size=: local latents have rows of several kinds; leave batch_size= out")
+    return unit, int(1 / ratios.pop()) if ratios else 1, True
+
+
+def plan(split: SplitModel, survey: Survey, rows: str, size: int) -> Batching:
+    """How minibatches of ``size`` rows are taken from these silos, or an error that says why they cannot be."""
+    unit, elements, direct = lies(split)
+    if not direct and rows != "indexed":
+        names = {axis for group in split.groups for axis, _ in group.axes}
         raise ValueError(
             f"batch_size=: local latents lie along {', '.join(sorted(names))} and observations along {unit}, and terms "
             "meet several rows at once, so rows cannot be taken apart. Leave batch_size= out."
         )
-    limit = 0
-    for bucket, one in zip(stack.buckets, found, strict=True):
-        for j in range(len(bucket.names)):
-            component = np.asarray(_row_component(split, unit, jax.tree.map(lambda leaf, j=j: leaf[j], one)))
-            valid = np.asarray(bucket.mask[unit][j])
-            free = component[valid] >= sum(rows.shape[-1] for rows in one.rows.values())
-            if np.any(free):
-                raise ValueError(
-                    f"batch_size=: observation {int(np.flatnonzero(free)[0])} of silo {bucket.names[j]!r} belongs to "
-                    "no group: every one must meet a local latent. Leave batch_size= out."
-                )
-            counts = np.sort(np.bincount(component[valid]))[::-1]
-            limit = max(limit, int(counts[:size].sum()))
-    return Batching(unit, size, 1, limit)
+    if not direct and survey.room < 0:
+        raise ValueError(
+            f"batch_size=: an observation along {unit!r} belongs to no group: every one must meet a local latent. "
+            "Leave batch_size= out."
+        )
+    if survey.mixed:
+        raise ValueError(
+            f"batch_size=: the log densities of site {survey.mixed!r} in some rows change when other rows are left out "
+            "(a difference between rows, a mean over them). Leave batch_size= out."
+        )
+    return Batching(unit, size, elements, 0 if direct else survey.room)
+
+
+def rows_apart(
+    split: SplitModel, size: int, data: SiloData, found: Components | None
+) -> tuple[Array, dict[str, Array]]:
+    """What a silo tells of its minibatches: how many observations ``size`` groups have at most (-1: one belongs to no
+    group), and by site whether rows have the same log densities in a minibatch as among all rows."""
+    try:
+        unit, elements, direct = lies(split)
+    except ValueError:  # the method will say so
+        return jnp.zeros((), jnp.int32), {}
+    room = jnp.zeros((), jnp.int32)
+    if not direct:
+        assert found is not None
+        number = sum(rows.shape[-1] for rows in found.rows.values())
+        component = jnp.where(data.mask[unit], _row_component(split, unit, found), number + 1)
+        counts = jnp.zeros(number + 2, jnp.int32).at[component].add(1)[:number]
+        most = jnp.sum(jnp.sort(counts)[::-1][: min(size, number)])
+        room = jnp.where(jnp.any(component == number), -1, most).astype(jnp.int32)
+    batching = Batching(unit, size, elements, 0 if direct else data.mask[unit].shape[-1])
+    return room, _same_in_a_batch(split, batching, data, found)
 
 
 def _row_component(split: SplitModel, unit: str, found: Components) -> Array:
@@ -123,20 +151,13 @@ def _row_component(split: SplitModel, unit: str, found: Components) -> Array:
     raise AssertionError("observations lie along the axis")
 
 
-def certify(split: SplitModel, stack: Stack, batching: Batching, find: Any, seed: int = 0) -> None:
-    """Check on a real silo that rows have the same log densities in a minibatch as among all rows.
+def _same_in_a_batch(
+    split: SplitModel, batching: Batching, data: SiloData, found: Components | None, seed: int = 0
+) -> dict[str, Array]:
+    """By site, at a random point and for a random minibatch.
 
-    ``find`` gives the components of a bucket's silos, which long format needs.
-
-    Raises:
-        ValueError: where a row looks at others, as a difference in time or a mean over rows does.
+    A row that looks at others differs, as a difference in time or a mean over rows does.
     """
-    name = max(stack.names, key=lambda name: int(np.sum(stack.data(name).mask[batching.axis])))
-    data, (b, position) = stack.data(name), stack.place(name)
-    own = None
-    if batching.limit:
-        bucket = stack.buckets[b]
-        own = jax.tree.map(lambda leaf: leaf[position], find(bucket.args, bucket.mask, stack.shared))
     draws = np.random.default_rng(seed)
     dtype = jnp.zeros(()).dtype
     z = jnp.asarray(draws.normal(scale=0.3, size=split.dim), dtype)
@@ -144,26 +165,17 @@ def certify(split: SplitModel, stack: Stack, batching: Batching, find: Any, seed
         g.name: jnp.asarray(draws.normal(scale=0.3, size=(g.num_rows(data.mask), g.size)), dtype) for g in split.groups
     }
     drawn = tuple(group.name for group in split.groups if group.axes)
-
-    def both(data: SiloData, key: Array) -> tuple[dict, dict]:
-        taken = take(split, batching, key, data, own)
-        whole = split.evaluate(z, rows, split.theta, data).terms
-        part = split.evaluate(z, gather(rows, taken, drawn), split.theta, taken.data).terms
-        sums = {}
-        for site, term in whole.items():
-            dims = [dim for axis, dim in split.partition[site].axes if axis == batching.axis]
-            if dims:
-                chosen = taken.where if term.shape[dims[0]] == taken.where.shape[0] else taken.where[:: batching.rows]
-                sums[site] = jnp.sum(jnp.where(chosen.reshape(-1, *(1,) * (-dims[0] - 1)), term, 0.0))
-        return sums, {site: jnp.sum(part[site]) for site in sums}
-
-    whole, part = jax.jit(both, compiler_options=UNOPTIMISED)(data, jax.random.key(seed))
-    for site in whole:
-        if np.isfinite(whole[site]) and not np.isclose(whole[site], part[site], rtol=1e-3, atol=1e-3):
-            raise ValueError(
-                f"batch_size=: the log densities of site {site!r} in some rows of silo {name!r} change when other rows "
-                "are left out (a difference between rows, a mean over them). Leave batch_size= out."
-            )
+    taken = take(split, batching, jax.random.key(seed), data, found)
+    whole = split.evaluate(z, rows, split.theta, data).terms
+    part = split.evaluate(z, gather(rows, taken, drawn), split.theta, taken.data).terms
+    same = {}
+    for site, term in whole.items():
+        dims = [dim for axis, dim in split.partition[site].axes if axis == batching.axis]
+        if dims:
+            chosen = taken.where if term.shape[dims[0]] == taken.where.shape[0] else taken.where[:: batching.rows]
+            sums = jnp.sum(jnp.where(chosen.reshape(-1, *(1,) * (-dims[0] - 1)), term, 0.0)), jnp.sum(part[site])
+            same[site] = ~jnp.isfinite(sums[0]) | jnp.isclose(sums[0], sums[1], rtol=1e-3, atol=1e-3)
+    return same
 
 
 def take(split: SplitModel, batching: Batching, key: Array, data: SiloData, found: Components | None) -> Taken:

@@ -70,27 +70,10 @@ class Flat(NamedTuple):
         z, theta = self.parts(w)
         return minibatch.log_silo(self.split, z, theta, taken)
 
-    def rows(self, mask: dict[str, Array]) -> Array:
-        """The silo's number of observations."""
-        part = self.split.partition
-        own = [site for site in part.sites if site.role in ("observed", "factor") and not site.at_server]
-        kinds = {tuple(sorted({axis for axis, _ in site.axes or site.value_axes})) for site in own}
-        counts = [jnp.prod(jnp.stack([jnp.sum(mask[axis], axis=-1) for axis in axes])) for axes in kinds if axes]
-        return sum((count.astype(jnp.zeros(()).dtype) for count in counts), jnp.zeros(())) if counts else jnp.ones(())
-
 
 def flat(split: SplitModel) -> Flat:
     begin, unravel = ravel_pytree(split.theta)
     return Flat(split, jnp.asarray(begin, jnp.zeros(()).dtype), unravel)
-
-
-class Steps(NamedTuple):
-    """Where the default optimiser last was, and the gradient and loss there."""
-
-    x: Array
-    gradient: Array
-    total: Array
-    rate: Array
 
 
 def langevin(uphill: Callable[[Array], Array], step_size: Array) -> StepFn:

@@ -1,5 +1,7 @@
 """Federated inference methods, one file each."""
 
+from numpyro_fed.checks import VerdictWarning
+from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.ep import EP, SEP
 from numpyro_fed.methods.fedavg import FedAvg
 from numpyro_fed.methods.fedpa import FedPA
@@ -7,7 +9,7 @@ from numpyro_fed.methods.independent import Fits, Independent
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
-from numpyro_fed.run.diagnose import NonFiniteError, VerdictWarning
+from numpyro_fed.run.diagnose import NonFiniteError
 
 __all__ = [
     "EP",
@@ -18,6 +20,7 @@ __all__ = [
     "FedPA",
     "Fits",
     "Independent",
+    "Method",
     "NonFiniteError",
     "SFVIAvg",
     "VerdictWarning",

@@ -13,34 +13,33 @@ posterior in these units is :math:`\propto p(y_k \mid w)^{1 / n_k}`, whose covar
 :math:`p(y_k \mid w)`.
 """
 
-import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase, Plan, Program
+from numpyro_fed.checks import check_count
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.data.stack import Stack
 from numpyro_fed.local import minibatch
-from numpyro_fed.local.bound import Weighting
-from numpyro_fed.local.walk import Flat, Steps, Walk, flat
+from numpyro_fed.local.descent import Goal, Task, walk_from
+from numpyro_fed.local.minibatch import Batching
+from numpyro_fed.local.walk import Flat, flat
+from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
 from numpyro_fed.model.initial import initial
+from numpyro_fed.model.observations import num_observations
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.normal.curvature import largest_curvature
 from numpyro_fed.optim import check_optim, with_horizon
-from numpyro_fed.run import warm_start
-from numpyro_fed.run.prepare import Prepared
 
 Array = Any
 NEAR_ZERO = 0.1  # sd of the location where nobody says where to begin
 FORGET = 0.9  # of the curvatures heard of, in a round
-STEP, SMALL_STEP = 1.0, 0.2  # over the largest curvature: with all of the silo's rows, with minibatches
 
 
 class Sent(NamedTuple):
@@ -72,10 +71,18 @@ class Server(NamedTuple):
     posterior: Any = ()  # set after the last round
 
 
-def epoch(notes: dict[str, Any], without: int) -> int:
+class Made(NamedTuple):
+    """The method for one model and its silos."""
+
+    task: Task
+    rounds: FederatedAlgorithm
+    last: FederatedAlgorithm | None
+
+
+def epoch(task: Task, without: int) -> int:
     """Steps in which the largest silo sees its rows once; another number where every step sees them all."""
-    batching = notes["batching"]
-    return without if batching is None else max(1, -(-notes["most_rows"] // batching.size))
+    batching = task.batching
+    return without if batching is None else max(1, -(-max(task.survey.sizes) // batching.size))
 
 
 @dataclass(frozen=True)
@@ -92,15 +99,17 @@ class Averaging(Method):
     local: Any = None
     shared: Any = None
 
-    stateless = True
-    effort = "some"
+    stateless: ClassVar[bool] = True
+    fewest: ClassVar[int] = 2
+    remedy: ClassVar[str] = "pass a smaller step: optim=optax.adam(1e-3)"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("optim", "server_optim"):
             if getattr(self, name) is not None:
                 check_optim(getattr(self, name), name)
-        self._check_counts(batch_size=1, local_steps=1)
+        check_count("batch_size", self.batch_size, optional=True)
+        check_count("local_steps", self.local_steps, optional=True)
         if not isinstance(self.proximal, int | float) or isinstance(self.proximal, bool) or not self.proximal >= 0:
             raise ValueError(f"proximal must be a number of at least 0, got {self.proximal!r}")
         if not isinstance(self.prior, bool):
@@ -112,34 +121,26 @@ class Averaging(Method):
                 f"init_loc_fn is a NumPyro initialisation strategy, got {self.init_loc_fn!r}: pass init_to_sample"
             )
 
-    def _check_counts(self, **least: int) -> None:
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < smallest):
-                raise ValueError(f"{name} must be an int of at least {smallest}, got {value!r}")
-
     # --- what the subclasses say ------------------------------------------------------------------------------------
 
     def _averaging_rounds(self) -> int | None:
         """Rounds of federated averaging at the beginning; None: all of them."""
         return None
 
-    def _batching(self, flat: Flat, stack: Stack, size: int | None = None) -> minibatch.Batching | None:
+    def _rounds(self, sweep: int) -> int:
+        """By default."""
+        raise NotImplementedError
+
+    def _batching(self, flat: Flat, survey: Survey, size: int | None = None) -> Batching | None:
         """Minibatches of ``batch_size`` rows; None: all of them."""
         size = self.batch_size if size is None else size
-        if size is None:
-            return None
-        batching = minibatch.plan(flat.split, stack, Weighting(1), size, None)
-        minibatch.certify(flat.split, stack, batching, None)
-        return batching
+        return None if size is None else minibatch.plan(flat.split, survey, "whole", size)
 
-    def _steps(self, notes: dict[str, Any]) -> int:
+    def _steps(self, task: Task) -> int:
         """Of a silo in a round of federated averaging."""
         raise NotImplementedError
 
-    def _posterior_delta(
-        self, notes: dict[str, Any], key: Array, w: Array, data: SiloData
-    ) -> tuple[Array, Array, Array]:
+    def _posterior_delta(self, task: Task, key: Array, w: Array, data: SiloData) -> tuple[Array, Array, Array]:
         """Delta, loss and curvature of a round of posterior averaging."""
         raise NotImplementedError
 
@@ -147,27 +148,50 @@ class Averaging(Method):
         """The server's optimiser for rounds of posterior averaging."""
         raise NotImplementedError
 
-    # --- what the base class asks for -------------------------------------------------------------------------------
+    # --- the program ------------------------------------------------------------------------------------------------
 
-    def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
+    def compile(self, split: SplitModel, survey: Survey, plan: Plan) -> Program:
         self._check_model(split)
+        make = lambda: self._made(split, survey)
+        made = remembered(make, self._core(), ByIdentity(split), survey)
+        rounds = self._rounds(plan.sweep) if plan.num_rounds is None else plan.num_rounds
+        phase = Phase(
+            "rounds",
+            made.rounds,
+            begin=lambda left, fresh: self._begin(rounds, left, fresh),
+            num_rounds=rounds,
+            effort="some",
+            remedy=self.remedy,
+        )
+        return Program((phase, *self._checks(made, plan)), self.posterior_of(split, survey))
+
+    def _core(self) -> "Averaging":
+        """The settings that are part of the compiled program."""
+        return self
+
+    def _made(self, split: SplitModel, survey: Survey) -> Made:
         own = flat(split)
-        batching = self._batching(own, stack.example)
-        counts = lambda bucket: np.atleast_1d(jax.vmap(own.rows, axis_size=len(bucket.names))(bucket.mask))
-        rows = np.concatenate([counts(bucket) for bucket in stack.buckets])
-        num = len(stack.names)
+        batching = self._batching(own, survey)
         once = lambda function: jax.jit(function, inline=True)  # traced once, used many times
-        notes = {
-            "flat": own,
-            "whole": once(own.log_likelihood),
-            "part": None if batching is None else once(partial(own.estimate, batching)),
-            "batching": batching,
-            "total": float(rows.mean() * num),
-            "known": stack.source is None,  # else these are examples from a store
-            "most_rows": int(rows.max()),
-            "num_silos": num,
-        }
-        return Prepared(split, self.algorithm(notes), None, notes)
+        task = Task(
+            own,
+            once(own.log_likelihood),
+            None if batching is None else once(partial(own.estimate, batching)),
+            once(partial(num_observations, split)),
+            batching,
+            survey,
+        )
+        return Made(task, self.algorithm(task), self._last_look(task))
+
+    def _goal(self) -> Goal:
+        return Goal(self.optim, self.prior, self.proximal)
+
+    def _last_look(self, task: Task) -> FederatedAlgorithm | None:
+        """One more round at the end, of a method that has one."""
+        return None
+
+    def _checks(self, made: Made, plan: Plan) -> tuple[Phase, ...]:
+        return ()
 
     def _check_model(self, split: SplitModel) -> None:
         name = type(self).__name__
@@ -183,11 +207,11 @@ class Averaging(Method):
                 "(nf.Independent)"
             )
 
-    def algorithm(self, notes: dict[str, Any]) -> FederatedAlgorithm:
+    def algorithm(self, task: Task) -> FederatedAlgorithm:
         """The method as pure functions; see :mod:`numpyro_fed.algorithm`."""
-        own: Flat = notes["flat"]
+        own: Flat = task.flat
         optim = self._server_default() if self.server_optim is None else self.server_optim
-        steps = self._steps(notes)
+        steps = self._steps(task)
         plain_rounds = self._averaging_rounds()
         always = plain_rounds is None
 
@@ -199,7 +223,7 @@ class Averaging(Method):
                 z = initial(own.split, self.init_loc_fn, key)
             w = jnp.concatenate([z.astype(dtype), own.start])
             nothing = jnp.zeros(2, dtype)
-            total = jnp.asarray(notes["total"], dtype)
+            total = jnp.asarray(task.survey.total, dtype)
             return Server(*own.parts(w), optim.init(w), jnp.zeros((), jnp.int32), total, nothing, nothing)
 
         def averaging(server: Server) -> Array:
@@ -210,15 +234,15 @@ class Averaging(Method):
 
         def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Message, tuple]:
             sent = broadcast.common
-            number = own.rows(data.mask)
+            number = task.count(data)
 
             def average(key: Array) -> tuple[Array, Array, Array]:
-                walk = self.walk(notes, key, sent.w, data, sent.total, sent.curvature)
+                walk = walk_from(task, self._goal(), key, sent.w, data, sent.total, sent.curvature)
                 (x, _), loss = walk.go((sent.w, walk.state), key, steps)
                 return sent.w - x, loss, walk.curvature
 
             def posterior(key: Array) -> tuple[Array, Array, Array]:
-                return self._posterior_delta(notes, key, sent.w, data)
+                return self._posterior_delta(task, key, sent.w, data)
 
             found = average(key) if always else jax.lax.cond(sent.averaging, average, posterior, key)
             delta, loss, steepest = found
@@ -237,7 +261,7 @@ class Averaging(Method):
         def server_step(key: Array, server: Server, found: Message) -> tuple[Server, dict]:
             plain, w = averaging(server), own.joined(server)
             rows, heard = found.rows[0], server.heard + found.rows
-            total = server.total if notes["known"] else notes["num_silos"] * heard[0] / heard[1]
+            total = server.total if task.survey.known else task.survey.num_silos * heard[0] / heard[1]
             prior, uphill = jax.value_and_grad(own.log_prior)(w)
             gradient = found.delta
             heard_of = jnp.where(jnp.array([plain, ~plain]), found.curvature, 0.0)
@@ -266,121 +290,13 @@ class Averaging(Method):
 
         return FederatedAlgorithm(init, lambda key, broadcast, data: (), broadcast, silo_step, aggregate, server_step)
 
-    # --- what a silo does -------------------------------------------------------------------------------------------
+    # --- where rounds begin -------------------------------------------------------------------------------------------
 
-    def walk(
-        self,
-        notes: dict[str, Any],
-        key: Array,
-        w: Array,
-        data: SiloData,
-        total: Array | None,
-        steepest_of_all: Array | None,
-        noise: bool = False,
-    ) -> Walk:
-        """Steps on the silo's mean loss, from w.
-
-        Args:
-            total: observations in all silos, where the silo's share of the prior belongs to its loss; None for the
-                likelihood alone.
-            steepest_of_all: the largest curvature of any silo's loss, on which the default optimiser's steps depend:
-                silos whose steps differ would meet elsewhere. None for the silo's own.
-            noise: of the size that makes the walk's stationary distribution the silo's posterior (Langevin).
-        """
-        own, batching = notes["flat"], notes["batching"]
-        number = own.rows(data.mask)
-        share = 1 / total if self.prior and total is not None else None
-
-        def loss(x: Array, key: Array | None) -> tuple[Array, Array]:
-            if batching is None or key is None:
-                value = -notes["whole"](x, data) / number
-            else:
-                value = -notes["part"](x, data, key) / number
-            rest = 0.5 * self.proximal * jnp.sum((x - w) ** 2)
-            if share is not None:
-                rest = rest - share * own.log_prior(x)
-            return value + rest, value
-
-        optim, rate, steepest = self.optim, jnp.zeros(()), jnp.zeros(())
-        if optim is None:
-            gradient = lambda away: jax.grad(loss, has_aux=True)(w + away, None)[0]
-            steepest = largest_curvature(key, gradient, w.shape)
-            common = steepest if steepest_of_all is None else jnp.maximum(steepest_of_all, steepest)
-            rate = (STEP if batching is None else SMALL_STEP) / common
-
-        if optim is not None:
-
-            def given(x: Array, state: Any, key: Array) -> tuple[Array, Any, Array]:
-                (_, value), gradient = jax.value_and_grad(loss, has_aux=True)(x, key)
-                moves, state = optim.update(gradient, state, x)
-                return x + moves, state, value
-
-            return Walk(given, optim.init(w), steepest)
-
-        # how much a loss may rise in a step: not at all; by what noise does; or, with other rows, to many times itself
-        tame = lambda value: (5 * own.size + 10) / number if noise else 1e-6 * jnp.abs(value)
-        allowed = tame if batching is None else lambda value: 10 * (1 + jnp.abs(value))
-
-        def step(x: Array, state: Steps, key: Array) -> tuple[Array, Steps, Array]:
-            batch_key, noise_key = jax.random.split(key)
-            (total, value), gradient = jax.value_and_grad(loss, has_aux=True)(x, batch_key)
-            fine = jnp.isfinite(total) & jnp.all(jnp.isfinite(gradient))
-            fine = fine & (total <= state.total + allowed(state.total))
-            # a step that went too far is taken again, half as long: the curvature was another where it began
-            keep = lambda new, old: jnp.where(fine, new, old)
-            now = Steps(keep(x, state.x), keep(gradient, state.gradient), keep(total, state.total), state.rate)
-            now = now._replace(rate=jnp.where(fine, state.rate, 0.5 * state.rate))
-            x = now.x - now.rate * now.gradient
-            if noise:
-                x = x + jnp.sqrt(2 * now.rate / number) * jax.random.normal(noise_key, x.shape)
-            return x, now, keep(value, state.total)
-
-        start = Steps(w, jnp.zeros_like(w), jnp.full((), jnp.inf, w.dtype), rate)
-        return Walk(step, start, steepest)
-
-    # --- states -----------------------------------------------------------------------------------------------------
-
-    def with_rounds(self, server: Server, silos: tuple, num_rounds: int, share: float = 1.0) -> tuple[Server, tuple]:
-        left = max(0, (self._averaging_rounds() or 0) - int(server.round))
-        rounds = max(1, num_rounds - left)
-        return server._replace(opt_state=with_horizon(server.opt_state, rounds)), silos
-
-    def with_schedule(self, prepared: Prepared, server: Server, schedule: Any, names: tuple[str, ...]) -> Server:
-        if len(names) == 1:
-            name = type(self).__name__
-            warnings.warn(f"{name} has one silo, so there is nothing to average: nf.SFVI(model) fits it", stacklevel=3)
-        return server
-
-    def reordered(self, server: Server, order: list[int]) -> Server:
-        return server._replace(posterior=())  # a run that goes on looks for it anew
-
-    def adopt(self, split: SplitModel, server: Server, silos: tuple, found: warm_start.Found) -> tuple[Server, tuple]:
-        like = lambda new, old: jnp.asarray(new, old.dtype)
-        theta = jax.tree.map(like, found.theta, server.theta) if found.theta else server.theta
-        return server._replace(z=like(found.loc, server.z), theta=theta), silos
-
-    def found(self, split: SplitModel, server: Server, silos: tuple) -> warm_start.Found:
-        """A point as the start of another method."""
-        return warm_start.Found(server.z, None, jnp.full(server.z.shape, NEAR_ZERO), server.theta, {}, ())
-
-    # --- what a fit asks for ----------------------------------------------------------------------------------------
-
-    def mode(self, split: SplitModel, server: Server) -> Array:
-        """The unconstrained globals at the server's point."""
-        return server.z
-
-    def theta(self, server: Server) -> dict[str, Any]:
-        return server.theta
-
-    def sample_global(self, split: SplitModel, server: Server, key: Array) -> Array:
-        """A point estimate has one value, whatever the key."""
-        return server.z
-
-    def sample_local(self, split: SplitModel, server: Server, silo: Any, *rest: Any) -> dict[str, Array]:
-        return {}
-
-    def point(self, split: SplitModel, server: Server, silo: Any, data: SiloData) -> tuple[Any, dict, dict]:
-        return server.z, {}, server.theta
-
-    def weighting(self, split: SplitModel, stack: Stack) -> None:
-        return None
+    def _begin(self, rounds: int, left: Left, fresh: Server) -> Begun:
+        server = fresh if left.server is None else left.server._replace(posterior=())  # which is looked for anew
+        if left.server is None and left.warm is not None:
+            warm, like = left.warm, lambda new, old: jnp.asarray(new, old.dtype)
+            theta = jax.tree.map(like, warm.theta, server.theta) if warm.theta else server.theta
+            server = server._replace(z=like(warm.loc, server.z), theta=theta)
+        first = max(0, (self._averaging_rounds() or 0) - int(server.round))
+        return Begun(server._replace(opt_state=with_horizon(server.opt_state, max(1, rounds - first))))

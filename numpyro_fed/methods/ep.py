@@ -1,11 +1,8 @@
 """Expectation propagation (FedEP), and stochastic expectation propagation (FedSEP): Guo et al. 2023."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
-
-from numpyro_fed.data.stack import Stack
 from numpyro_fed.methods.factorised import Factorised
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.solvers import HMC, Importance, Solver, as_solver
@@ -50,14 +47,9 @@ class SEP(EP):
     The server holds the prior and the product of all factors, whatever the number of silos. The answer is that of EP
     where silos are alike, and close to it where they are not. Arguments as for :class:`EP`.
 
-    Models without local latents may be fitted to a :class:`~numpyro_fed.SiloStore`. How many observations its silos
-    have is not known beforehand: their shares are then equal.
+    Models without local latents may be fitted to a :class:`~numpyro_fed.SiloStore`. How many observations all its silos
+    have together is not known beforehand: N is estimated from those that were heard, first from an example of a few.
     """
 
-    tied = True
-    stateless = True
-
-    def _shares(self, split: SplitModel, stack: Stack) -> np.ndarray:
-        if stack.source is not None:
-            return np.full(len(stack.names), 1 / len(stack.names))
-        return super()._shares(split, stack)
+    tied: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True

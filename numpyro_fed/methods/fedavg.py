@@ -5,12 +5,12 @@ from typing import Any
 
 import optax
 
-from numpyro_fed.data.stack import Stack
-from numpyro_fed.methods.averaging import Averaging, Server, epoch
+from numpyro_fed.local.descent import Task
+from numpyro_fed.methods.averaging import Averaging, epoch
+from numpyro_fed.methods.fedpa_posterior import PointPosterior
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.run.prepare import Prepared
+from numpyro_fed.model.survey import Survey
 
-Array = Any
 LOCAL_STEPS = 10
 ROUNDS, MOST_ROUNDS = 100, 1000  # by default; a cohort stands for all silos
 
@@ -48,14 +48,14 @@ class FedAvg(Averaging):
         >>> fit = nf.FedAvg(model, batch_size=20, optim=optax.sgd(0.1)).run(key, silos, 100)  # doctest: +SKIP
     """
 
-    def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
+    def _rounds(self, sweep: int) -> int:
         return min(ROUNDS * sweep, MOST_ROUNDS)
 
-    def _steps(self, notes: dict[str, Any]) -> int:
-        return epoch(notes, LOCAL_STEPS) if self.local_steps is None else self.local_steps
+    def posterior_of(self, split: SplitModel, survey: Survey) -> PointPosterior:
+        return PointPosterior(split)
+
+    def _steps(self, task: Task) -> int:
+        return epoch(task, LOCAL_STEPS) if self.local_steps is None else self.local_steps
 
     def _server_default(self) -> Any:
         return optax.sgd(1.0)
-
-    def elbo(self, split: SplitModel, weighting: None, stack: Stack, server: Server, silos: tuple, key: Array) -> Array:
-        raise ValueError("FedAvg finds a point, which has no evidence bound; fit.history['loss'] is minus its density")

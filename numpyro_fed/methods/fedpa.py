@@ -19,28 +19,28 @@ is added. In the end one more round asks for the silos' precisions at the mode; 
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
+from numpyro_fed.algorithm import Begun, Broadcast, FederatedAlgorithm, Left, Phase, Plan
+from numpyro_fed.checks import check_count
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.data.stack import Stack
+from numpyro_fed.local.descent import Task, walk_from
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.walk import Flat, flat
-from numpyro_fed.methods.averaging import Averaging, Server, epoch
+from numpyro_fed.methods.averaging import Averaging, Made, Server, epoch
 from numpyro_fed.methods.fedavg import LOCAL_STEPS, MOST_ROUNDS, ROUNDS
-from numpyro_fed.methods.fedpa_posterior import DENSE, Posterior, dense, low_rank
+from numpyro_fed.methods.fedpa_posterior import DENSE, PrecisionsPosterior, dense, low_rank
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.normal import moments
 from numpyro_fed.optim import falling
 from numpyro_fed.precision import to_user_dtype
-from numpyro_fed.run import warm_start
-from numpyro_fed.run.prepare import Prepared
 from numpyro_fed.solvers.draws import SAMPLERS
 
 Array = Any
@@ -131,9 +131,10 @@ class FedPA(Averaging):
         super().__post_init__()
         if self.rho is not None:
             moments.check_rho(self.rho)
-        self._check_counts(num_samples=2, steps_per_sample=1, burn_in=0, burn_in_rounds=0)
-        if self.burn_in_rounds is None:
-            raise ValueError("burn_in_rounds must be an int of at least 0, got None")
+        check_count("num_samples", self.num_samples, least=2, optional=True)
+        check_count("steps_per_sample", self.steps_per_sample, optional=True)
+        check_count("burn_in", self.burn_in, least=0, optional=True)
+        check_count("burn_in_rounds", self.burn_in_rounds, least=0)
         if not callable(self.sampler) and self.sampler not in ("iasg", *SAMPLERS):
             raise ValueError(
                 f"sampler is {self.sampler!r}; use 'iasg', 'laplace', 'nuts', or a function sampler(rng_key, start, "
@@ -145,18 +146,21 @@ class FedPA(Averaging):
                 "pass batch_size=20, or leave optim= out (gradient steps with Langevin's noise)"
             )
 
-    remedy = "pass init_loc_fn= (a better start), or batch_size=20 with an optimiser of smaller steps, optax.sgd(1e-3)"
-    unfinished = "; it has a mode and no posterior around it"
+    remedy: ClassVar[str] = (
+        "pass init_loc_fn= (a better start), or batch_size=20 with an optimiser of smaller steps, optax.sgd(1e-3)"
+    )
 
-    @property
-    def program(self) -> "FedPA":
+    def _core(self) -> "FedPA":
         return replace(self, posterior=True)
 
     def _averaging_rounds(self) -> int:
         return self.burn_in_rounds
 
-    def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
+    def _rounds(self, sweep: int) -> int:
         return self.burn_in_rounds + min(ROUNDS * sweep, MOST_ROUNDS)
+
+    def posterior_of(self, split: SplitModel, survey: Survey) -> PrecisionsPosterior:
+        return PrecisionsPosterior(split)
 
     def _check_model(self, split: SplitModel) -> None:
         super()._check_model(split)
@@ -186,80 +190,65 @@ class FedPA(Averaging):
             return math.inf
         return RHO if flat.size > MANY and not closing else "oas"  # which has a scale of its own
 
-    def _batching(self, flat: Flat, stack: Stack, size: int | None = None) -> Batching | None:
+    def batch_size_for(self, split: SplitModel) -> int | None:
+        own = flat(split)
+        return BATCH if self.batch_size is None and self.sampler == "iasg" and own.size > MANY else self.batch_size
+
+    def _batching(self, flat: Flat, survey: Survey, size: int | None = None) -> Batching | None:
         """Above many dimensions a silo's posterior is flat in most of them, and Langevin's noise would go astray."""
         if self.batch_size is not None or self.sampler != "iasg" or flat.size <= MANY:
-            return super()._batching(flat, stack, size)
+            return super()._batching(flat, survey, size)
         try:
-            return super()._batching(flat, stack, BATCH)
+            return super()._batching(flat, survey, BATCH)
         except ValueError:  # rows that cannot be taken apart; nobody asked for it
             return None
 
-    def _walked(self, notes: dict[str, Any]) -> tuple[int, int, int]:
+    def _walked(self, task: Task) -> tuple[int, int, int]:
         """Steps before the first sample, samples, and steps for each."""
-        before = epoch(notes, WARMUP) if self.burn_in is None else self.burn_in
-        return before, self._num(notes["flat"]), self.steps_per_sample or epoch(notes, THINNING)
+        before = epoch(task, WARMUP) if self.burn_in is None else self.burn_in
+        return before, self._num(task.flat), self.steps_per_sample or epoch(task, THINNING)
 
-    def _steps(self, notes: dict[str, Any]) -> int:
+    def _steps(self, task: Task) -> int:
         if self.local_steps is not None:
             return self.local_steps
-        before, num, each = self._walked(notes)
-        return LOCAL_STEPS if notes["batching"] is None else before + num * each
+        before, num, each = self._walked(task)
+        return LOCAL_STEPS if task.batching is None else before + num * each
 
     def _server_default(self) -> Any:
         return optax.chain(optax.trace(MOMENTUM, nesterov=True), falling(0.5, 0.0005))
 
     # --- samples ----------------------------------------------------------------------------------------------------
 
-    def _draws(self, notes: dict[str, Any], key: Array, w: Array, data: SiloData, stein: bool | None) -> Drawn:
+    def _draws(self, task: Task, key: Array, w: Array, data: SiloData, stein: bool | None) -> Drawn:
         """Samples of the silo's posterior, in units of mean losses."""
-        own: Flat = notes["flat"]
-        number = own.rows(data.mask)
-        density = lambda x: notes["whole"](x, data)
+        own: Flat = task.flat
+        number = task.count(data)
+        density = lambda x: task.whole(x, data)
         if self.sampler != "iasg":
             sampler = SAMPLERS[self.sampler] if isinstance(self.sampler, str) else self.sampler
             draws, loss, spread = sampler(key, w, density, self._num(own)), -density(w) / number, number
         else:
-            draws, loss, spread = self._iterates(notes, key, w, data, number)
+            draws, loss, spread = self._iterates(task, key, w, data, number)
         wider = lambda x: (centre := jnp.mean(x, axis=0)) + jnp.sqrt(spread) * (x - centre)
         gradients = None
-        if stein or (stein is None and notes["batching"] is None):
+        if stein or (stein is None and task.batching is None):
             gradients = wider(jax.lax.map(jax.grad(lambda x: -density(x) / number), draws))
         return Drawn(wider(draws), gradients, loss)
 
-    def _iterates(
-        self, notes: dict[str, Any], key: Array, w: Array, data: SiloData, number: Array
-    ) -> tuple[Array, Array, Array]:
+    def _iterates(self, task: Task, key: Array, w: Array, data: SiloData, number: Array) -> tuple[Array, Array, Array]:
         """Averages of successive iterates, the loss at the first, and how much wider than they a posterior is."""
-        begin, num, each = self._walked(notes)
-        noisy = notes["batching"] is None
+        begin, num, each = self._walked(task)
+        batching = task.batching
         curvature_key, before, after = jax.random.split(key, 3)
-        walk = self.walk(notes, curvature_key, w, data, None, None, noise=noisy)
+        # without minibatches gradients have no noise, and Langevin's is added
+        walk = walk_from(task, self._goal(), curvature_key, w, data, None, None, noise=batching is None)
+        draws, loss = walk.samples(w, (before, after), begin, num, each, pairs=batching is None)
+        spread = number if batching is None else jnp.asarray(batching.size * each, number.dtype)
+        return draws, loss, spread
 
-        def summed(carry: tuple, key: Array) -> tuple[tuple, Array]:
-            x, state, total = carry
-            new, state, value = walk.step(x, state, key)
-            # the mean of two successive steps of Langevin dynamics has the posterior's variance, whatever their size
-            total = 0.5 * (x + new) if noisy else total + new / each
-            return (new, state, total), value
-
-        def sample(carry: tuple, key: Array) -> tuple[tuple, tuple]:
-            (x, state, total), values = jax.lax.scan(summed, (*carry, jnp.zeros_like(w)), jax.random.split(key, each))
-            return (x, state), (total, values[0])
-
-        carry = (w, walk.state)
-        first = None
-        if begin:
-            carry, first = walk.go(carry, before, begin)
-        _, (draws, values) = jax.lax.scan(sample, carry, jax.random.split(after, num))
-        spread = number if noisy else jnp.asarray(notes["batching"].size * each, number.dtype)
-        return draws, values[0] if first is None else first, spread
-
-    def _posterior_delta(
-        self, notes: dict[str, Any], key: Array, w: Array, data: SiloData
-    ) -> tuple[Array, Array, Array]:
-        draws, gradients, loss = self._draws(notes, key, w, data, self.stein)
-        rho = self._rho(notes["flat"])
+    def _posterior_delta(self, task: Task, key: Array, w: Array, data: SiloData) -> tuple[Array, Array, Array]:
+        draws, gradients, loss = self._draws(task, key, w, data, self.stein)
+        rho = self._rho(task.flat)
         shrunk = moments.shrinkage(draws, rho)
         delta = moments.delta(w, draws, rho, shrunk)
         if gradients is not None:
@@ -268,22 +257,32 @@ class FedPA(Averaging):
 
     # --- the posterior ----------------------------------------------------------------------------------------------
 
-    def closing(self, prepared: Prepared, server: Server, names: Any) -> FederatedAlgorithm | None:
-        if not self.posterior:
-            return None
-        if "closing" not in prepared.notes:  # one object, so that it is compiled once
-            prepared.notes["closing"] = self._closing(prepared.notes)
-        return prepared.notes["closing"]
+    def _checks(self, made: Made, plan: Plan) -> tuple[Phase, ...]:
+        if not self.posterior or made.last is None:
+            return ()
+        asked = self._asked(made.task, plan)
+        look = Phase(
+            "posterior",
+            made.last,
+            begin=lambda left, fresh: Begun(self._opening(made.task, left.server, asked)),
+            finish=lambda left, state, info: self._closed(made.task, left, state),
+            cohort=asked,
+            role="check",
+            effort="least",
+            lacks="; it has a mode and no posterior around it",
+        )
+        return (look,)
 
-    def asked(self, prepared: Prepared, num_silos: int, cohort: int) -> int:
+    def _asked(self, task: Task, plan: Plan) -> int:
         """Everyone where that is cheap; in many dimensions no more than fit into memory."""
-        own: Flat = prepared.notes["flat"]
+        own, num_silos = task.flat, task.survey.num_silos
+        cohort = num_silos if plan.cohort is None or not (plan.random or not task.survey.known) else plan.cohort
         if own.size <= DENSE:
-            return num_silos if prepared.notes["known"] else max(cohort, min(num_silos, MOST_ASKED))
+            return num_silos if task.survey.known else max(cohort, min(num_silos, MOST_ASKED))
         return max(1, min(cohort, MOST_NUMBERS // (own.size * self._num(own))))
 
-    def _closing(self, notes: dict[str, Any]) -> FederatedAlgorithm:
-        own: Flat = notes["flat"]
+    def _last_look(self, task: Task) -> FederatedAlgorithm:
+        own: Flat = task.flat
 
         def broadcast(key: Array, state: Closing) -> Broadcast:
             return Broadcast(own.joined(state.server))
@@ -291,88 +290,34 @@ class FedPA(Averaging):
         def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Precisions, tuple]:
             # averages of minibatch steps have the spread of the rows' gradients; those of all rows know the curvature
             stein = True if self.stein is None and own.size <= MANY else self.stein
-            draws, gradients, _ = self._draws(notes, key, broadcast.common, data, stein)
+            draws, gradients, _ = self._draws(task, key, broadcast.common, data, stein)
             found = moments.precision(draws, moments.shrinkage(draws, self._rho(own, closing=True)), gradients)
             diagonal, weights, directions = to_user_dtype(found)
-            return Precisions(diagonal, weights, directions, own.rows(data.mask)), silo
+            return Precisions(diagonal, weights, directions, task.count(data)), silo
 
         def server_step(key: Array, state: Closing, found: Precisions) -> tuple[Closing, dict]:
-            return Closing(state.server, found), {"loss": jnp.zeros(())}
+            return Closing(state.server, found), {}
 
         aggregate = lambda messages, cohort: messages
         return FederatedAlgorithm(
             lambda key: (), lambda key, broadcast, data: (), broadcast, silo_step, aggregate, server_step
         )
 
-    def opening(self, prepared: Prepared, server: Server, num_asked: int) -> Closing:
-        own: Flat = prepared.notes["flat"]
+    def _opening(self, task: Task, server: Server, num_asked: int) -> Closing:
+        own = task.flat
         rank = min(self._num(own), own.size)
         zeros = lambda *shape: jnp.zeros((num_asked, *shape), server.z.dtype)
         return Closing(server, Precisions(zeros(own.size), zeros(rank), zeros(rank, own.size), zeros()))
 
-    def closed(self, prepared: Prepared, server: Server, closing_server: Closing, num_asked: int) -> Server:
-        own: Flat = prepared.notes["flat"]
-        found = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), closing_server.found)
+    def _closed(self, task: Task, left: Left, state: Closing) -> Left:
+        own, server = task.flat, left.server
+        found = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.found)
         rows = found.rows * float(server.total) / found.rows.sum()  # those who were asked stand for all
-        diagonal = rows @ found.diagonal
         weights = (rows[:, None] * found.weights).reshape(-1)
-        directions = found.directions.reshape(-1, own.size)
         every = own.size <= DENSE or own.size == found.weights.shape[1]
         make = dense if every else low_rank
-        posterior = make(own, own.joined(server), diagonal, weights, directions, self.prior)
-        return server._replace(posterior=jax.tree.map(lambda leaf: jnp.asarray(leaf, server.z.dtype), posterior))
-
-    # --- what a fit asks for ----------------------------------------------------------------------------------------
-
-    def found(self, split: SplitModel, server: Server, silos: tuple) -> warm_start.Found:
-        if not isinstance(server.posterior, Posterior):
-            return super().found(split, server, silos)
-        sd = np.sqrt(self._variances(split, server))
-        chol = np.linalg.cholesky(self.normal(split, server)[1]) if split.dim <= DENSE else None
-        return warm_start.Found(server.z, chol, sd, server.theta, {}, ())
-
-    def _variances(self, split: SplitModel, server: Server) -> np.ndarray:
-        sds, factor = (np.asarray(leaf, np.float64) for leaf in server.posterior)
-        return (sds**2 + np.sum(factor**2, axis=0))[: split.dim]
-
-    def normal(self, split: SplitModel, server: Server) -> tuple[Array, Array]:
-        """Mean and covariance of the unconstrained globals, float64; d x d."""
-        if not isinstance(server.posterior, Posterior):
-            raise ValueError("this fit has a mode and no posterior around it: run with posterior=True, to the end")
-        sds, factor = (np.asarray(leaf, np.float64)[..., : split.dim] for leaf in server.posterior)
-        return np.asarray(server.z, np.float64), np.diag(sds**2) + factor.T @ factor
-
-    def sample_global(self, split: SplitModel, server: Server, key: Array) -> Array:
-        if not isinstance(server.posterior, Posterior):
-            return server.z
-        sds, factor = (leaf[..., : split.dim] for leaf in server.posterior)
-        own, common = jax.random.split(key)
-        return (
-            server.z
-            + sds * jax.random.normal(own, server.z.shape)
-            + jax.random.normal(common, factor.shape[:1]) @ factor
+        around, doubt = make(
+            own, own.joined(server), rows @ found.diagonal, weights, found.directions.reshape(-1, own.size), self.prior
         )
-
-    def elbo(self, split: SplitModel, weighting: None, stack: Stack, server: Server, silos: tuple, key: Array) -> Array:
-        """One draw of the evidence bound of all silos together."""
-        if not isinstance(server.posterior, Posterior):
-            raise ValueError("this fit has a mode and no posterior around it, so it has no evidence bound")
-        z = self.sample_global(split, server, key)
-        sds, factor = (leaf[..., : split.dim] for leaf in server.posterior)
-        if len(factor) >= split.dim:  # every direction is in it
-            root = jnp.linalg.cholesky(jnp.diag(sds**2) + factor.T @ factor)
-            white = jax.scipy.linalg.solve_triangular(root, z - server.z, lower=True)
-            log_det = jnp.sum(jnp.log(jnp.diagonal(root)))
-        else:  # Woodbury
-            scaled = factor / sds
-            root = jnp.linalg.cholesky(jnp.eye(len(factor)) + scaled @ scaled.T)
-            away = (z - server.z) / sds
-            inner = jax.scipy.linalg.solve_triangular(root, scaled @ away, lower=True)
-            white = jnp.sqrt(jnp.maximum(away @ away - inner @ inner, 0.0))[None]
-            log_det = jnp.sum(jnp.log(sds)) + jnp.sum(jnp.log(jnp.diagonal(root)))
-        log_q = -0.5 * jnp.sum(white**2) - log_det - 0.5 * split.dim * np.log(2 * np.pi)
-        total = split.log_prior(z, server.theta) - log_q
-        for bucket in stack.buckets:
-            one = lambda args, mask: split.log_silo(z, {}, server.theta, SiloData(args, mask, stack.shared))
-            total = total + jnp.sum(jax.vmap(one)(bucket.args, bucket.mask))
-        return total
+        around = jax.tree.map(lambda leaf: jnp.asarray(leaf, server.z.dtype), around)
+        return left._replace(server=server._replace(posterior=around), reasons=(*left.reasons, *doubt))

@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Plan, Program
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.stack import Stack
+from numpyro_fed.guides.posterior import GuidePosterior
+from numpyro_fed.memo import remembered
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.survey import Survey
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import State
-from numpyro_fed.run import warm_start
 from numpyro_fed.run.diagnose import NonFiniteError
-from numpyro_fed.run.prepare import Prepared
+from numpyro_fed.run.mode import mode_to_warm_start
 
 Array = Any
 
@@ -49,8 +50,10 @@ def alone(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
         return info, Alone(server, silo)
 
     def server_step(key: Array, server: tuple, info: dict) -> tuple[tuple, dict]:
-        total = {"loss": jnp.sum(info["loss"])} | ({"gain": jnp.max(info["gain"])} if "gain" in info else {})
-        return server, {**total, **{f"{name}_by_silo": rows for name, rows in info.items()}}
+        total = {"loss": jnp.sum(info["loss"])} | (
+            {"_gain": jnp.max(info["_gain"]), "_best": jnp.min(info["_best"])} if "_best" in info else {}
+        )
+        return server, {**total, **{f"{name}_by_silo": rows for name, rows in info.items() if name[0] != "_"}}
 
     return FederatedAlgorithm(
         init=lambda key: (),
@@ -95,43 +98,22 @@ class Independent(SFVI):
         >>> nf.compare({"together": fit, **fits}, reference=ref)  # doctest: +SKIP
     """
 
-    def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
-        prepared = super().prepare(split, stack)
-        mode = None if prepared.mode is None else alone(prepared.mode)
-        return prepared._replace(algorithm=alone(prepared.algorithm), mode=mode)
+    def compile(self, split: SplitModel, survey: Survey, plan: Plan) -> Program:
+        together = super().compile(split, survey._replace(num_silos=1, sizes=survey.sizes[:1]), plan)
+        phases = [phase._replace(algorithm=_alone(phase.algorithm)) for phase in together.phases]
+        if len(phases) > 1:
+            phases[0] = phases[0]._replace(finish=_all_started)
+        begin = together.phases[-1]
 
-    def started(self, split: SplitModel, server: Any, silos: tuple) -> list | None:
-        """By bucket, each silo's own start."""
-        by_bucket = []
-        for states in silos:
-            if not np.all(np.isfinite(states.server.value)):
-                return None
-            each = [jax.tree.map(lambda leaf, j=j: leaf[j], states) for j in range(states.server.value.shape[0])]
-            add_axis = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
-            by_bucket.append([warm_start.found(split, one.server, (add_axis(one.silo),)) for one in each])
-        return by_bucket
+        def begin_silo(given: tuple, state: Alone, local: Alone | None) -> Alone:
+            warm = None if local is None else mode_to_warm_start(split, local.server)
+            begun = begin.begin(Left(warm=warm), state.server)
+            assert begun is not None
+            server, own = begun
+            return Alone(server, begin.begin_silo(own, state.silo, None if local is None else local.silo))
 
-    def adopt(self, split: SplitModel, server: Any, silos: tuple, found: Any) -> tuple[Any, tuple]:
-        out = []
-        for states, starts in zip(silos, found, strict=True):
-            adopted = []
-            for j, one in enumerate(starts):
-                own = jax.tree.map(lambda leaf, j=j: leaf[j], states.server)
-                state = jax.tree.map(lambda leaf, j=j: leaf[j : j + 1], states.silo)
-                new, (state,) = super().adopt(split, own, (state,), one)
-                adopted.append(Alone(new, jax.tree.map(lambda leaf: leaf[0], state)))
-            out.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *adopted))
-        return server, tuple(out)
-
-    def with_rounds(self, server: Any, silos: tuple, num_rounds: int, share: float = 1.0) -> tuple[Any, tuple]:
-        out = []
-        for states in silos:
-            own, (silo,) = super().with_rounds(states.server, (states.silo,), num_rounds)
-            out.append(Alone(own, silo))
-        return server, tuple(out)
-
-    def point(self, split: SplitModel, server: Any, silo: Any, data: Any) -> tuple[Array, dict, dict]:
-        return super().point(split, silo.server, silo.silo, data)
+        phases[-1] = phases[-1]._replace(begin=lambda left, fresh: Begun(fresh), begin_silo=begin_silo)
+        return Program(tuple(phases), AlonePosterior(self.posterior_of(split, survey)))
 
     def run(self, rng_key: Any, silos: Silos, num_rounds: int | None = None, **options: Any) -> Fits:  # type: ignore[override]
         """Fit the model to each silo by itself; the arguments are those of :meth:`numpyro_fed.SFVI.run`."""
@@ -151,13 +133,47 @@ class Independent(SFVI):
 
     def _one(self, fit: Fit, name: str) -> Fit:
         state, bucket = fit.state.silo(name)
-        method = SFVI(**{field.name: getattr(self, field.name) for field in fields(SFVI)})
         local = jax.tree.map(lambda leaf: leaf[None], state.silo)
         at = fit.state.names.index(name)
         loss = fit.history["loss_by_silo"][:, at] if fit.history else np.zeros(0)
         nothing = np.zeros(len(loss), int)
         started = fit.history["start"] if fit.history else np.zeros(0, bool)
-        history = {"loss": loss, "bytes_up": nothing, "bytes_down": nothing, "start": started}
-        only = State("SFVI", (name,), ((name,),), state.server, (local,), fit.state.round)
-        silos = None if fit.silos is None else fit.silos.only(name)
-        return replace(fit, method=method, state=only, history=history, padded=(fit.padded[bucket],), silos=silos)
+        return replace(
+            fit,
+            posterior=self.posterior_of(fit.split, fit.survey),
+            state=State("SFVI", (name,), ((name,),), state.server, (local,), fit.state.round),
+            history={"loss": loss, "bytes_up": nothing, "bytes_down": nothing, "start": started},
+            padded=(fit.padded[bucket],),
+            silos=None if fit.silos is None else fit.silos.only(name),
+            survey=fit.survey._replace(num_silos=1, sizes=(fit.survey.sizes[at],)),
+            records=(),
+            again=SFVI(**{field.name: getattr(self, field.name) for field in fields(SFVI)}).again(),
+        )
+
+
+def _alone(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
+    return remembered(lambda: alone(algorithm), "alone", algorithm)
+
+
+def _all_started(left: Left, server: tuple, info: dict[str, Any]) -> Left | None:
+    """Whether every silo met a finite density."""
+    return left if np.isfinite(info["_best"][-1]) else None
+
+
+class AlonePosterior:
+    """Of all silos at once there is none; each silo's states have their own. For the watch in the loop alone."""
+
+    def __init__(self, inner: GuidePosterior) -> None:
+        self.inner = inner
+
+    def sample(self, key: Array, server: tuple) -> Array:
+        return jnp.full(self.inner.split.dim, jnp.nan)
+
+    def sample_local(self, key: Array, z: Array, server: tuple, silo: Alone, data: Any) -> dict[str, Array]:
+        return self.inner.sample_local(key, z, silo.server, silo.silo, data)
+
+    def theta(self, server: tuple) -> dict[str, Any]:
+        return {}
+
+    def normal(self, server: tuple) -> None:
+        return None

@@ -1,7 +1,7 @@
 """Partitioned variational inference (Ashman et al. 2022): EP's algebra with free energies for moments."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from numpyro_fed.methods.factorised import Factorised
 from numpyro_fed.model.split_model import SplitModel
@@ -33,7 +33,7 @@ class PVI(Factorised):
         >>> fit = nf.PVI(model).run(jax.random.key(0), silos, schedule="sequential")  # doctest: +SKIP
     """
 
-    sweeps = 20
+    sweeps: ClassVar[int] = 20
 
     def _check_solver(self, solver: Any) -> Solver:
         found = as_solver(solver)

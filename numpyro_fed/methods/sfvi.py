@@ -11,79 +11,42 @@ variational inference with the same draws.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
-from numpyro_fed.data.padding import SiloData
-from numpyro_fed.data.stack import Stack
-from numpyro_fed.guides import StructuredNormal, as_guide
-from numpyro_fed.guides.normal import GlobalBase
-from numpyro_fed.keys import fold_in_name, identities
-from numpyro_fed.local import conditional, minibatch
-from numpyro_fed.local.bound import Weighting, silo_bound
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase, Plan, Program
+from numpyro_fed.checks import check_count
+from numpyro_fed.guides import StructuredNormal
+from numpyro_fed.guides.function import as_guide
+from numpyro_fed.guides.posterior import GuidePosterior
+from numpyro_fed.local import minibatch
+from numpyro_fed.local.bound import Weighting
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.row_optim import RowOptim, RowState
+from numpyro_fed.local.start import LocalStart, WarmStart
+from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
-from numpyro_fed.model.initial import initial
-from numpyro_fed.model.rows import Components, components_of, finder, how_rows_lie
+from numpyro_fed.methods.sfvi_step import Message, Optims, Parts, ServerState, SiloState, step_parts
+from numpyro_fed.model.observations import silo_terms
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.survey import Survey
 from numpyro_fed.optim import DEFAULT, ENCODER, check_optim, with_horizon
-from numpyro_fed.run import mode as mode_finding
-from numpyro_fed.run import warm_start
-from numpyro_fed.run.prepare import Prepared
+from numpyro_fed.run.mode import MAX_DIM, MAX_ROUNDS, mode_phase
 
 Array = Any
 IMPORTANCE_SAMPLES = 10  # per row, where rows are separable
 
 
-class ServerState(NamedTuple):
-    params: dict[str, Any]  # of q(z_G), and what all silos share of q(z_L | z_G)
-    theta: dict[str, Array]  # in units of theta_base
-    base: GlobalBase
-    theta_base: tuple[dict[str, Array], dict[str, Array]]  # location, scale
-    opt_state: Any
+class Given(NamedTuple):
+    """What a silo receives for its half of a warm start."""
 
-
-class SiloState(NamedTuple):
-    """Private to the silo."""
-
-    params: Any  # of q(z_L | z_G)
-    base: Any
-    opt_state: Any
-    components: Components | None
-
-
-class Message(NamedTuple):
-    """All that leaves a silo: the gradient of its bound at the draws, and the bound itself."""
-
-    z: Array  # (num_particles, d)
-    aid: Any  # of what it was sent of the guide: (d,) for the centre, the weights of an encoder
-    theta: dict[str, Array]
-    value: Array
-
-
-class Sent(NamedTuple):
-    """All that a silo receives."""
-
-    z: Array  # (num_particles, d)
-    aid: Any
-    theta: dict[str, Array]
-
-
-class Parts(NamedTuple):
-    """SFVI's step in pieces: :class:`SFVI` divides it between server and silos, SFVI-Avg takes it all in the silo."""
-
-    init: Any  # (key) -> ServerState
-    init_silo: Any  # (key, broadcast, data) -> SiloState
-    draws: Any  # (key) -> standard normals of z_G
-    sent: Any  # (ServerState, draws) -> Sent
-    silo_step: Any  # (key, broadcast, SiloState, data) -> (Message, SiloState)
-    update: Any  # (ServerState, draws, Message) -> (ServerState, info)
+    loc: Array  # (d,): the globals' centre
+    unit: Array  # (d,): their sds
+    contexts: Any  # of the guide that its own parameters come from, and of this run's; () where guides differ
 
 
 @dataclass(frozen=True)
@@ -93,7 +56,7 @@ class SFVI(Method):
     Args:
         model: an ordinary NumPyro model, called as ``model(**silos[name])``.
         guide: the variational family; by default ``nf.guides.StructuredNormal(scale_coupling=True)``. Also
-            ``nf.guides.Amortised(encoder)``, or a NumPyro guide function of the model's arguments.
+            ``nf.guides.Amortized(encoder)``, or a NumPyro guide function of the model's arguments.
         optim: any optax optimiser, for the server and (unless ``silo_optim`` is given) the silos. Parameters are
             whitened, so steps are in posterior sds; the default is Adam with a step that falls from 0.02 to 0.0002.
             Above 200 dimensions, where no start is looked for, steps are in the model's own units.
@@ -119,7 +82,7 @@ class SFVI(Method):
     importance_samples: int | None = None
     num_particles: int = 1
     silo_optim: Any = None
-    start_rounds: int = mode_finding.MAX_ROUNDS
+    start_rounds: int = MAX_ROUNDS
     init_loc_fn: Any = None
     batch_size: int | None = None
     local: Any = None
@@ -129,17 +92,10 @@ class SFVI(Method):
         super().__post_init__()
         check_optim(self.optim)
         check_optim(self.silo_optim, "silo_optim")
-        for name, least in (
-            ("num_particles", 1),
-            ("start_rounds", 0),
-            ("importance_samples", 1),
-            ("batch_size", 1),
-        ):
-            value = getattr(self, name)
-            if value is None and name in ("importance_samples", "batch_size"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+        check_count("num_particles", self.num_particles)
+        check_count("start_rounds", self.start_rounds, least=0)
+        check_count("importance_samples", self.importance_samples, optional=True)
+        check_count("batch_size", self.batch_size, optional=True)
         guide = as_guide(self.guide)
         if self.init_loc_fn is not None:
             if not callable(self.init_loc_fn):
@@ -154,15 +110,14 @@ class SFVI(Method):
     def family(self) -> Any:
         return as_guide(self.guide) if self.guide is not None else StructuredNormal(scale_coupling=True)
 
-    moving_centre = True  # the locals' centre is the guide's mean, which moves; else the start's
+    moving_centre: ClassVar[bool] = True  # the locals' centre is the guide's mean, which moves; else the start's
 
-    def _aid(self, guide: Any, server: ServerState) -> Any:
-        return (guide.aid if self.moving_centre else guide.fixed_aid)(server.params, server.base)
+    # --- the program ------------------------------------------------------------------------------------------------
 
-    # --- what the base class asks for -------------------------------------------------------------------------------
-
-    def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
-        guide = self.family.bind(split)
+    def compile(self, split: SplitModel, survey: Survey, plan: Plan) -> Program:
+        weighting, batching = self._rows(split, survey)
+        posterior = self._posterior(split, weighting)
+        guide = posterior.guide
         if self.batch_size is not None and split.groups and guide.local_cov == "full":
             raise ValueError(
                 'batch_size= takes rows apart, and local_cov="full" ties them together: use local_cov="block", or '
@@ -170,44 +125,39 @@ class SFVI(Method):
             )
         if self.batch_size is not None and guide.arbitrary and guide.local_params:
             guide.take_rows(None, None)  # says why not
-        find = finder(split)
-        weighting, batching = self._rows(split, stack, find)
-        if batching is not None:
-            minibatch.certify(split, stack, batching, find)
-        mode = mode_finding.newton_start(split) if self._can_start(split) else None
-        notes = {"weighting": weighting, "batching": batching, "find": find}
-        return Prepared(split, self.algorithm(split, weighting, batching), mode, notes)
+        make = lambda: self._algorithm(split, survey, guide, weighting, batching)
+        algorithm = remembered(make, self, ByIdentity(split), survey, weighting, batching)
+        rounds = self._rounds(split, weighting) if plan.num_rounds is None else plan.num_rounds
+        share = 1.0 if plan.cohort is None else plan.cohort / survey.num_silos
+        phases = [self._rounds_phase(split, guide, algorithm, rounds, share)]
+        if self._can_start(split):
+            phases.insert(0, mode_phase(split, self.start_rounds))
+        return Program(tuple(phases), posterior)
 
-    def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
-        """With one draw a row gradients are noisy, and the locals' coupling takes long to settle."""
-        return 20_000 if prepared.split.groups and prepared.notes["weighting"].num == 1 else 5_000
+    def posterior_of(self, split: SplitModel, survey: Survey) -> GuidePosterior:
+        return self._posterior(split, self._rows(split, survey)[0])
+
+    def _posterior(self, split: SplitModel, weighting: Weighting) -> GuidePosterior:
+        return GuidePosterior(split, self.family, weighting, self.moving_centre)
+
+    def _rounds(self, split: SplitModel, weighting: Weighting) -> int:
+        """By default. With one draw a row gradients are noisy, and the locals' coupling takes long to settle."""
+        return 20_000 if split.groups and weighting.num == 1 else 5_000
 
     def _can_start(self, split: SplitModel) -> bool:
         size = split.dim + sum(int(np.size(value)) for value in jax.tree.leaves(split.theta))
-        return (
-            self.init_loc_fn is None
-            and self.start_rounds > 0
-            and 0 < size <= mode_finding.MAX_DIM
-            and self.family.can_start
-        )
+        return self.init_loc_fn is None and self.start_rounds > 0 and 0 < size <= MAX_DIM and self.family.can_start
 
-    def suits(self, prepared: Prepared, stack: Stack) -> bool:
-        """Which term belongs to which row depends on the values of index arguments, not on shapes alone."""
-        notes = prepared.notes
-        return (notes["weighting"], notes["batching"]) == self._rows(prepared.split, stack, notes["find"])
-
-    def _rows(self, split: SplitModel, stack: Stack, find: Any) -> tuple[Weighting, Batching | None]:
+    def _rows(self, split: SplitModel, survey: Survey) -> tuple[Weighting, Batching | None]:
         """How terms find their rows, and how minibatches are taken."""
         long = self.batch_size is not None and split.groups and _long_format(split)
-        found = None
         if not split.groups or (self.importance_samples == 1 and not long):
             weighting = Weighting(1)
         elif self.family.local_cov == "full":
             weighting = Weighting(self.importance_samples or 1, "whole")
         else:
-            found = [jax.device_get(find(b.args, b.mask, stack.shared)) for b in stack.buckets]
-            rows = how_rows_lie(split, stack, found)
-            weighting = Weighting(self.importance_samples or (1 if rows == "whole" else IMPORTANCE_SAMPLES), rows)
+            default = 1 if survey.rows == "whole" else IMPORTANCE_SAMPLES
+            weighting = Weighting(self.importance_samples or default, survey.rows)
         if self.batch_size is None:
             return weighting, None
         if weighting.rows == "indexed" and not long:  # a latent that the silo has once joins all its rows
@@ -217,13 +167,13 @@ class SFVI(Method):
                 f"batch_size= with importance_samples={weighting.num} needs local rows that can be weighted one by "
                 "one, and here they meet: pass importance_samples=1"
             )
-        return weighting, minibatch.plan(split, stack, weighting, self.batch_size, found)
+        return weighting, minibatch.plan(split, survey, weighting.rows, self.batch_size)
 
-    def algorithm(
-        self, split: SplitModel, weighting: Weighting, batching: Batching | None = None
+    def _algorithm(
+        self, split: SplitModel, survey: Survey, guide: Any, weighting: Weighting, batching: Batching | None
     ) -> FederatedAlgorithm:
         """SFVI as pure functions; see :mod:`numpyro_fed.algorithm`."""
-        parts = self.parts(split, weighting, batching)
+        parts = self._parts(split, guide, weighting, batching)
 
         def broadcast(key: Array, server: ServerState) -> Broadcast:
             return Broadcast(parts.sent(server, parts.draws(key)))
@@ -240,93 +190,20 @@ class SFVI(Method):
             parts.init, parts.init_silo, broadcast, parts.silo_step, aggregate, server_step
         ).traced_once()
 
-    def parts(
-        self, split: SplitModel, weighting: Weighting, batching: Batching | None = None, tempered: bool = False
-    ) -> "Parts":
-        """What a step is made of.
+    def _parts(
+        self, split: SplitModel, guide: Any, weighting: Weighting, batching: Batching | None, tempered: bool = False
+    ) -> Parts:
+        return step_parts(
+            *(split, guide, self._optims(split, guide), weighting, batching, self.num_particles),
+            *(self.init_loc_fn, self.moving_centre, tempered),
+        )
 
-        ``tempered``: the silo's density is raised to the power that it is sent in ``each``.
-        """
-        guide, d = self.family.bind(split), split.dim
-        optim, silo_optim = self._optim(split), self._silo_optim(split)
+    # --- optimisers ---------------------------------------------------------------------------------------------------
 
-        def theta_of(server: ServerState, theta: dict | None = None) -> dict[str, Array]:
-            location, scale = server.theta_base
-            return jax.tree.map(lambda a, b, t: a + b * t, location, scale, server.theta if theta is None else theta)
-
-        def draws(key: Array) -> Array:
-            if self.num_particles == 1:
-                return guide.draw_global(key, d)[None]
-            return jax.vmap(lambda key: guide.draw_global(key, d))(jax.random.split(key, self.num_particles))
-
-        def paths(params: dict, base: GlobalBase, eps: Array) -> tuple[Array, Array]:
-            return jax.vmap(lambda eps: guide.path(params, base, eps))(eps)
-
-        def init(key: Array) -> ServerState:
-            params, base = guide.start_global(key, split)
-            if self.init_loc_fn is not None:
-                params |= {"loc": initial(split, self.init_loc_fn, key)}
-            theta = jax.tree.map(jnp.zeros_like, split.theta)
-            units = jax.tree.map(jnp.ones_like, split.theta)
-            return ServerState(params, theta, base, (split.theta, units), optim.init((params, theta)))
-
-        def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
-            params, base = guide.start_local(key, split, data)
-            found = components_of(split, data) if weighting.rows == "indexed" else None
-            return SiloState(params, base, silo_optim.init(params), found)
-
-        def sent_at(server: ServerState, eps: Array) -> Sent:
-            z, _ = paths(server.params, server.base, eps)
-            return Sent(z, self._aid(guide, server), theta_of(server))
-
-        def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
-            sent = broadcast.common
-            power = broadcast.each if tempered else None
-            params, base, components, batch, taken = silo.params, silo.base, silo.components, None, None
-            if batching is not None:
-                taken = minibatch.take(split, batching, jax.random.fold_in(key, 1), data, components)
-                data, components, batch = taken.data, taken.components, taken.batch
-                if guide.local_params:
-                    take = lambda tree: minibatch.gather(tree, taken, silo_optim.rows)
-                    params, base = take(params), guide.take_rows(base, take)
-
-            def one(key: Array, z: Array) -> Any:
-                return silo_bound(
-                    split, guide, weighting, key, params, base, z, sent.aid, sent.theta, data, components, batch, power
-                )
-
-            if self.num_particles == 1:
-                found = jax.tree.map(lambda leaf: leaf[None], one(key, sent.z[0]))
-            else:
-                found = jax.vmap(one)(jax.random.split(key, self.num_particles), sent.z)
-            average = lambda tree: jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), tree)
-            message = Message(
-                found.z / self.num_particles, average(found.aid), average(found.theta), average(found.value)
-            )
-            if not split.groups or not guide.local_params:
-                return message, silo
-            downhill = jax.tree.map(lambda leaf: -jnp.mean(leaf, axis=0), found.params)
-            params, opt_state = silo_optim.step(downhill, silo.opt_state, silo.params, params, taken)
-            return message, silo._replace(params=params, opt_state=opt_state)
-
-        def update(server: ServerState, eps: Array, silos: Message) -> tuple[ServerState, dict]:
-            (z, log_q), pull = jax.vjp(lambda params: paths(params, server.base, eps), server.params)
-            _, pull_aid = jax.vjp(lambda params: self._aid(guide, server._replace(params=params)), server.params)
-
-            def prior(z: Array, theta: dict) -> Array:
-                return jnp.mean(jax.vmap(lambda z: split.log_prior(z, theta_of(server, theta)))(z))
-
-            value, (g_z, g_theta) = jax.value_and_grad(prior, argnums=(0, 1))(z, server.theta)
-            weight = jnp.full(self.num_particles, -1.0 / self.num_particles, log_q.dtype)
-            g_params = jax.tree.map(jnp.add, pull((g_z + silos.z, weight))[0], pull_aid(silos.aid)[0])
-            g_theta = jax.tree.map(lambda g, m, unit: g + m * unit, g_theta, silos.theta, server.theta_base[1])
-            downhill = jax.tree.map(jnp.negative, (g_params, g_theta))
-            updates, opt_state = optim.update(downhill, server.opt_state, (server.params, server.theta))
-            params, theta = jax.tree.map(lambda p, u: p + u, (server.params, server.theta), updates)
-            server = server._replace(params=params, theta=theta, opt_state=opt_state)
-            return server, {"loss": jnp.mean(log_q) - value - silos.value}
-
-        return Parts(init, init_silo, draws, sent_at, silo_step, update)
+    def _optims(self, split: SplitModel, guide: Any) -> Optims:
+        silo = check_optim(self.optim if self.silo_optim is None else self.silo_optim)
+        drawn = tuple(group.name for group in split.groups if group.axes) if self.batch_size is not None else ()
+        return Optims(self._optim(split), RowOptim(silo, drawn if guide.local_params else ()))
 
     def _optim(self, split: SplitModel, default: Any = DEFAULT) -> Any:
         """The server's optimiser; an encoder's weights belong to the locals' guide, though the server holds them."""
@@ -340,129 +217,80 @@ class SFVI(Method):
             {"global": optim, "local": ENCODER if given is None else check_optim(given)}, kinds
         )
 
-    def _silo_optim(self, split: SplitModel) -> RowOptim:
-        optim = check_optim(self.optim if self.silo_optim is None else self.silo_optim)
-        drawn = tuple(group.name for group in split.groups if group.axes) if self.batch_size is not None else ()
-        return RowOptim(optim, drawn if self.family.bind(split).local_params else ())
+    # --- where rounds begin -------------------------------------------------------------------------------------------
 
-    def adopt(self, split: SplitModel, server: ServerState, silos: tuple, found: Any) -> tuple[ServerState, tuple]:
-        """The states of a run that starts from ``found``."""
-        guide, optim, silo_optim = self.family.bind(split), self._optim(split), self._silo_optim(split)
-        source = found.source if found.source is not None and found.source.family == self.family else None
-        if source is not None:  # q itself, in its own units
-            params, base = source.params, source.base
+    def _rounds_phase(
+        self, split: SplitModel, guide: Any, algorithm: FederatedAlgorithm, rounds: int, share: float
+    ) -> Phase:
+        optims = self._optims(split, guide)
+
+        def begin(left: Left, fresh: ServerState) -> Begun:
+            server, given = self._begin(split, guide, optims, left, fresh)
+            return Begun(server._replace(opt_state=with_horizon(server.opt_state, rounds)), given)
+
+        def begin_silo(given: Given | tuple, state: SiloState, local: LocalStart | None) -> SiloState:
+            state = self._begin_silo(split, guide, optims, given, state, local)
+            return self._with_visits(guide, state, share * rounds)
+
+        return Phase("rounds", algorithm, begin, begin_silo, rounds)
+
+    def _begin(self, split: SplitModel, guide: Any, optims: Optims, left: Left, fresh: ServerState) -> Begun:
+        """The server's half of a start, and what silos are given for theirs."""
+        if left.server is not None:
+            return Begun(left.server)
+        if left.warm is None:
+            return Begun(fresh)
+        warm: WarmStart = left.warm
+        same = warm.source is not None and warm.source[0] == self.family
+        if same:  # q itself, in its own units
+            _, params, base = warm.source
         else:
-            params, base = guide.start_global(jax.random.key(0), split, found)
-            params |= {name: server.params[name] for name in guide.shared_params}  # no mode of an encoder is found
+            params, base = guide.start_global(jax.random.key(0), split, warm)
+            params |= {name: fresh.params[name] for name in guide.shared_params}  # no mode of an encoder is found
         theta = jax.tree.map(jnp.zeros_like, split.theta)
-        server = ServerState(params, theta, base, (found.theta, found.theta_sd), optim.init((params, theta)))
+        server = ServerState(params, theta, base, (warm.theta, warm.theta_sd), optims.server.init((params, theta)))
         if not split.groups or not guide.local_params:
-            return server, silos
+            return Begun(server)
+        contexts = (warm.context, self._context(guide, server)) if same else ()
+        return Begun(server, Given(warm.loc, warm.unit, contexts))
 
-        def begin(state: SiloState, mode: Any) -> SiloState:
-            if source is not None:
-                params, base = guide.recentred(*mode, source.aid, self._aid(guide, server))
-            else:
-                params, base = guide.adopt_local(split, state.params, state.base, mode, found)
-            return state._replace(params=params, base=base, opt_state=silo_optim.init(params))
-
-        modes = found.local if source is None else source.local
-        if not modes:  # a guide that reads the data has no locals of its own to give
-            modes = tuple(mode_finding.SiloState(state.base.loc, state.base.scale, {}) for state in silos)
-        return server, tuple(jax.vmap(begin)(state, mode) for state, mode in zip(silos, modes, strict=True))
-
-    def found(self, split: SplitModel, server: ServerState, silos: tuple) -> warm_start.Found:
-        """A fit of this method as the start of another run."""
-        guide = self.family.bind(split)
-        loc, chol, sd = guide.moments(server.params, server.base)
-        aid = self._aid(guide, server)
-
-        def one(state: SiloState) -> mode_finding.SiloState:
-            return mode_finding.SiloState(*guide.summary_local(state.params, state.base, loc, aid))
-
-        own = tuple((state.params, state.base) for state in silos)
-        local = tuple(jax.vmap(one)(state) for state in silos) if split.groups and not guide.needs_data else ()
-        source = warm_start.Source(self.family, server.params, server.base, aid, own)
-        return warm_start.Found(loc, chol, sd, self.theta(server), server.theta_base[1], local, source)
-
-    def with_rounds(
-        self, server: ServerState, silos: tuple, num_rounds: int, share: float = 1.0
-    ) -> tuple[ServerState, tuple]:
-        server = server._replace(opt_state=with_horizon(server.opt_state, num_rounds))
-        return server, tuple(self._with_visits(state, share * num_rounds) for state in silos)
-
-    def _with_visits(self, state: SiloState, num_rounds: float) -> SiloState:
-        """A row's steps are counted by its own visits: in minibatches it is visited in some rounds only."""
-        if self.batch_size is None or not self.family.local_params or not isinstance(state.opt_state, RowState):
-            return state._replace(opt_state=with_horizon(state.opt_state, max(1, round(num_rounds))))
-        rows = {}
-        for group, one in state.opt_state.rows.items():
-            number = jnp.sum(state.base.valid[group], axis=-1, keepdims=True)  # (silos, 1)
-            share = jnp.minimum(1.0, self.batch_size / jnp.maximum(number, 1))
-            rows[group] = with_horizon(one, jnp.maximum(1, jnp.round(num_rounds * share)).astype(jnp.int32))
-        return state._replace(opt_state=RowState(rows, with_horizon(state.opt_state.rest, max(1, round(num_rounds)))))
-
-    # --- what a fit asks for ----------------------------------------------------------------------------------------
-
-    def theta(self, server: ServerState) -> dict[str, Array]:
-        location, scale = server.theta_base
-        return jax.tree.map(lambda a, b, t: a + b * t, location, scale, server.theta)
-
-    def sample_global(self, split: SplitModel, server: ServerState, key: Array) -> Array:
-        guide = self.family.bind(split)
-        return guide.path(server.params, server.base, guide.draw_global(key, split.dim))[0]
-
-    def sample_local(
+    def _begin_silo(
         self,
         split: SplitModel,
-        server: ServerState,
-        silo: Any,
-        key: Array,
-        z: Array,
-        mask: dict[str, Array],
-        data: SiloData | None = None,
-    ) -> dict[str, Array]:
-        """One draw of a silo's locals given z_G = z. ``data`` are needed where the guide reads them off the data."""
-        guide = self.family.bind(split)
-        aid = self._aid(guide, server)
-        if guide.arbitrary:
-            return guide.draw_with_density(key, split, silo.params, silo.base, z, aid, self.theta(server), data)[0]
-        eps = jax.tree.map(lambda leaf: leaf[0], conditional.draw_rows(key, split, mask, 1))
-        return conditional.sample(guide.condition(silo.params, silo.base, z, aid, data), eps)
+        guide: Any,
+        optims: Optims,
+        given: Given | tuple,
+        state: SiloState,
+        local: LocalStart | None,
+    ) -> SiloState:
+        """The silo's half: its own parameters where it has such of the same guide, else its locals' normal."""
+        if not isinstance(given, Given):
+            return state
+        if local is not None and given.contexts and local.own:
+            params, base = guide.recentred(*local.own, *given.contexts)
+        else:
+            # a guide that reads the data has no locals of its own to give
+            mode = LocalStart(state.base.loc, state.base.scale, {}) if local is None or not local.loc else local
+            params, base = guide.adopt_local(split, state.params, state.base, mode, given)
+        return state._replace(params=params, base=base, opt_state=optims.silo.init(params))
 
-    def point(
-        self, split: SplitModel, server: ServerState, silo: Any, data: SiloData
-    ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
-        z = self.sample_global(split, server, jax.random.key(0))
-        z_local = self.sample_local(split, server, silo, jax.random.key(0), z, data.mask, data)
-        return z, z_local, self.theta(server)
+    def _context(self, guide: Any, server: ServerState) -> Any:
+        return (guide.aid if self.moving_centre else guide.fixed_aid)(server.params, server.base)
 
-    def weighting(self, split: SplitModel, stack: Stack) -> Weighting:
-        """How the bound weighs the rows of these silos."""
-        return self._rows(split, stack, finder(split))[0]
-
-    def elbo(
-        self, split: SplitModel, weighting: Weighting, stack: Stack, server: ServerState, silos: tuple, key: Array
-    ) -> Array:
-        """One draw of the evidence bound of all silos together, at these states. Nothing moves."""
-        guide = self.family.bind(split)
-        z, log_q = guide.path(server.params, server.base, guide.draw_global(key, split.dim))
-        theta, aid = self.theta(server), self._aid(guide, server)
-        total = split.log_prior(z, theta) - log_q
-        for bucket, states in zip(stack.buckets, silos, strict=True):
-
-            def one(identity: Array, state: SiloState, args: Any, mask: Any) -> Array:
-                data = SiloData(args, mask, stack.shared)
-                own = fold_in_name(key, identity)
-                return silo_bound(
-                    split, guide, weighting, own, state.params, state.base, z, aid, theta, data, state.components
-                ).value
-
-            total = total + jnp.sum(jax.vmap(one)(identities(bucket.names), states, bucket.args, bucket.mask))
-        return total
+    def _with_visits(self, guide: Any, state: SiloState, num_rounds: float) -> SiloState:
+        """A row's steps are counted by its own visits: in minibatches it is visited in some rounds only."""
+        rounds = max(1, round(num_rounds))
+        if self.batch_size is None or not guide.local_params or not isinstance(state.opt_state, RowState):
+            return state._replace(opt_state=with_horizon(state.opt_state, rounds))
+        rows = {}
+        for group, one in state.opt_state.rows.items():
+            number = jnp.sum(state.base.valid[group], axis=-1, keepdims=True)
+            share = jnp.minimum(1.0, self.batch_size / jnp.maximum(number, 1))
+            rows[group] = with_horizon(one, jnp.maximum(1, jnp.round(num_rounds * share)).astype(jnp.int32))
+        return state._replace(opt_state=RowState(rows, with_horizon(state.opt_state.rest, rounds)))
 
 
 def _long_format(split: SplitModel) -> bool:
     """Whether local latents lie along another axis than the observations."""
-    observed = {axis for s in split.partition.sites if s.role in ("observed", "factor") for axis, _ in s.axes}
+    observed = {axis for site in silo_terms(split, "observed", "factor") for axis, _ in site.axes}
     return bool({axis for group in split.groups for axis, _ in group.axes} - observed)

@@ -12,35 +12,35 @@ Where we deviate, and why:
   We multiply the silo's whole bound, so that a silo's target is :math:`p(z_G)\, p(y_j \mid z_G)^{N / N_j}`.
   ``scaling="paper"`` gives the paper's. Without local latents the two agree.
 - **Units.** The barycenter is taken in the coordinates of the start (:mod:`numpyro_fed.run.mode`), where every
-posterior
-  sd is about one, so it does not depend on the units of the model's parameters. Where no start is looked for these are
-  the model's own.
+  posterior sd is about one, so it does not depend on the units of the model's parameters. Where no start is looked for
+  these are the model's own.
 - **Centre.** The locals move with :math:`z_G` around the start's centre, not the guide's mean: the same family, and
   :math:`q(z_L \mid z_G)` stays what it was when the server moves the mean.
 """
 
-import warnings
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase
+from numpyro_fed.checks import check_count
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.data.stack import Stack
-from numpyro_fed.guides import Amortised, StructuredNormal
 from numpyro_fed.guides.normal import GlobalBase
+from numpyro_fed.guides.posterior import GuidePosterior
 from numpyro_fed.local.bound import Weighting
 from numpyro_fed.local.minibatch import Batching
-from numpyro_fed.methods.sfvi import SFVI, ServerState, SiloState
+from numpyro_fed.local.start import LocalStart
+from numpyro_fed.methods.sfvi import SFVI
+from numpyro_fed.methods.sfvi_step import ServerState, SiloState, theta_of
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.barycenter import barycenter, diagonal_barycenter, w2, w2_diagonal
 from numpyro_fed.optim import DEFAULT, LINEAR, with_horizon
-from numpyro_fed.run import warm_start
-from numpyro_fed.run.prepare import Prepared
 
+LOOK = 512  # steps of a silo between two looks of the host
 Array = Any
 
 
@@ -101,44 +101,37 @@ class SFVIAvg(SFVI):
     scaling: str = "whole"
     weights: str = "size"
 
-    moving_centre = False
+    moving_centre: ClassVar[bool] = False
+    fewest: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.local_steps, bool) or not isinstance(self.local_steps, int) or self.local_steps < 1:
-            raise ValueError(f"local_steps must be an int of at least 1, got {self.local_steps!r}")
+        check_count("local_steps", self.local_steps)
         if self.scaling not in ("whole", "paper"):
             raise ValueError(f"scaling is {self.scaling!r}; use 'whole' or 'paper'")
         if self.weights not in ("size", "equal"):
             raise ValueError(f"weights is {self.weights!r}; use 'size' or 'equal'")
         family = self.family
-        normal = isinstance(family, StructuredNormal | Amortised) and family.global_guide is None
-        if not normal or family.global_cov not in ("full", "diagonal"):
+        other = getattr(family, "global_guide", None)
+        if other is not None or getattr(family, "global_cov", None) not in ("full", "diagonal"):
             raise ValueError(
                 f"SFVIAvg averages normals with full or diagonal covariance over the globals, got {family!r}: pass "
                 'guide=nf.guides.StructuredNormal(global_cov="diagonal"), or use nf.SFVI with this guide'
             )
 
-    @property
-    def steps_per_round(self) -> int:
-        return self.local_steps
-
-    def default_rounds(self, prepared: Prepared, sweep: int = 1) -> int:
+    def _rounds(self, split: SplitModel, weighting: Weighting) -> int:
         return 50
 
-    def prepare(self, split: SplitModel, stack: Stack) -> Prepared:
-        if len(stack.names) == 1:
-            warnings.warn("SFVIAvg has one silo, so there is nothing to average: nf.SFVI does the same", stacklevel=3)
-        return super().prepare(split, stack)
+    def _posterior(self, split: SplitModel, weighting: Weighting) -> GuidePosterior:
+        return AveragedPosterior(split, self.family, weighting, self.moving_centre)
 
-    def algorithm(
-        self, split: SplitModel, weighting: Weighting, batching: Batching | None = None
+    def _algorithm(
+        self, split: SplitModel, survey: Survey, guide: Any, weighting: Weighting, batching: Batching | None
     ) -> FederatedAlgorithm:
         """SFVI-Avg as pure functions: a silo runs SFVI with itself, so many steps, and the server averages."""
         tempered = self.scaling == "paper" and bool(split.groups)
-        own = self.parts(split, weighting, batching, tempered)
-        guide, optim = self.family.bind(split), self._optim(split)
-        sizes = _sizes(split)
+        own = self._parts(split, guide, weighting, batching, tempered)
+        optim, sizes = self._optim(split), np.array(survey.sizes, np.float64)
         full = self.family.global_cov == "full"
 
         def init(key: Array) -> ServerState:
@@ -200,7 +193,7 @@ class SFVIAvg(SFVI):
 
         def server_step(key: Array, server: ServerState, found: Average) -> tuple[ServerState, dict]:
             z, log_q = guide.path(server.params, server.base, guide.draw_global(key, split.dim))
-            prior = split.log_prior(z, self.theta(server))
+            prior = split.log_prior(z, theta_of(server))
             info = {
                 "loss": log_q - prior - found.value,
                 "residual": found.residual,
@@ -214,54 +207,34 @@ class SFVIAvg(SFVI):
         """Linear where the start gives every direction its unit."""
         return super()._optim(split, LINEAR if self._can_start(split) else default)
 
-    # --- states -----------------------------------------------------------------------------------------------------
+    # --- where rounds begin -------------------------------------------------------------------------------------------
 
-    def adopt(self, split: SplitModel, server: ServerState, silos: tuple, found: warm_start.Found) -> tuple:
-        server, local = super().adopt(split, server, tuple(state.local for state in silos), found)
-        states = []
-        for state, own in zip(silos, local, strict=True):
-            repeat = lambda new, old: jnp.repeat(jnp.asarray(new, old.dtype)[None], old.shape[0], axis=0)
-            states.append(AvgSiloState(jax.tree.map(repeat, server.opt_state, state.opt_state), own))
-        return server._replace(opt_state=()), tuple(states)
+    def _rounds_phase(
+        self, split: SplitModel, guide: Any, algorithm: FederatedAlgorithm, rounds: int, share: float
+    ) -> Phase:
+        optims = self._optims(split, guide)
+        steps = max(1, round(share * rounds * self.local_steps))
 
-    def found(self, split: SplitModel, server: ServerState, silos: tuple) -> warm_start.Found:
-        return super().found(split, server, tuple(state.local for state in silos))
+        def begin(left: Left, fresh: ServerState) -> Begun:
+            server, given = self._begin(split, guide, optims, left, fresh)
+            begun = left.server is None and left.warm is not None
+            return Begun(server._replace(opt_state=()), (given, _packed(server.params), server.theta) if begun else ())
 
-    def with_rounds(
-        self, server: ServerState, silos: tuple, num_rounds: int, share: float = 1.0
-    ) -> tuple[ServerState, tuple]:
-        steps = max(1, round(share * num_rounds * self.local_steps))
-        return server, tuple(
-            AvgSiloState(with_horizon(state.opt_state, steps), self._with_visits(state.local, steps)) for state in silos
-        )
+        def begin_silo(given: tuple, state: AvgSiloState, local: LocalStart | None) -> AvgSiloState:
+            opt_state, own = state
+            if given:
+                own = self._begin_silo(split, guide, optims, given[0], own, local)
+                opt_state = optims.server.init((_unpacked(given[1], split.dim), given[2]))
+            return AvgSiloState(with_horizon(opt_state, steps), self._with_visits(guide, own, steps))
 
-    def sample_local(
-        self,
-        split: SplitModel,
-        server: ServerState,
-        silo: AvgSiloState,
-        key: Array,
-        z: Array,
-        mask: dict[str, Array],
-        data: SiloData | None = None,
-    ) -> dict[str, Array]:
-        return super().sample_local(split, server, silo.local, key, z, mask, data)
-
-    def elbo(
-        self, split: SplitModel, weighting: Weighting, stack: Stack, server: ServerState, silos: tuple, key: Array
-    ) -> Array:
-        return super().elbo(split, weighting, stack, server, tuple(state.local for state in silos), key)
+        return Phase("rounds", algorithm, begin, begin_silo, rounds, look=max(1, LOOK // self.local_steps))
 
 
-def _sizes(split: SplitModel) -> np.ndarray:
-    """N_j: each silo's number of observations, in the order of the silos."""
-    part = split.partition
-    if not part.axes:
-        return np.ones(part.num_silos)
-    lengths = {axis.name: axis.lengths for axis in part.axes}
-    observed = [site for site in part.sites if site.role in ("observed", "factor") and not site.at_server]
-    count = lambda site, name: np.prod([lengths[axis][name] for axis, _ in site.axes or site.value_axes])
-    return np.array([sum(count(site, name) for site in observed) for name in part.axes[0].lengths], float)
+class AveragedPosterior(GuidePosterior):
+    """A silo's own part of q stands beside its optimiser's state for the globals."""
+
+    def own(self, silo: AvgSiloState) -> SiloState:
+        return silo.local
 
 
 def _packed(params: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.inputs import leaves
@@ -173,7 +172,7 @@ def own_axes(
                 )
             continue
         counted = bool(set(component.arguments) & silos.own_counts)
-        if component.varies or observed or counted or follows & set(local) or _own_priors(base, grown, silos, depends):
+        if component.varies or observed or counted or follows & set(local):
             title = _untaken(plates[0] if plates else component.arguments[0], component, axes)
             axes.append(Axis(title, component.arguments, plates, component.lengths))
         else:
@@ -194,18 +193,6 @@ def followers(base: Tracing, component: Component) -> tuple[tuple[str, ...], lis
         if growth(base.sites[name].log_prob, site.log_prob) or growth(base.sites[name].value, site.value)
     ]
     return plates, grown
-
-
-def _own_priors(base: Tracing, grown: list[str], silos: Silos, depends: Dependence) -> bool:
-    """A latent whose prior uses an argument of which each silo has its own values cannot be shared."""
-    latents = [name for name in grown if base.sites[name].kind == "latent"]
-    used = {source[4:] for name in latents for source in depends.log_prob[name] if source.startswith("arg:")}
-    first = next(iter(silos))
-    return any(
-        path in used and not np.array_equal(leaf, dict(leaves(silos.own(first)))[path])
-        for name in silos.names
-        for path, leaf in leaves(silos.own(name))
-    )
 
 
 def unused_axes(

@@ -27,23 +27,32 @@ Array = Any
 
 def split_model(model: Model, silos: Silos, local: Any = None, shared: Any = None, check: bool = True) -> SplitModel:
     """Split ``model`` over ``silos``; raises when the split would not be exact."""
-    part = partition(model, silos, local, shared)
-    spec = call_spec(silos, part.axes)
-    split = from_spec(model, part, spec, shared_arrays(silos))
     if not check:
-        return split
+        return _uncertified(model, silos, local, shared)
+    split, failed = certified(model, silos, local, shared)
     check_support(split, silos)
+    if failed is not None:
+        raise failed
+    return split
+
+
+def certified(model: Model, silos: Silos, local: Any, shared: Any) -> tuple[SplitModel, PartitionError | None]:
+    """The split, and what its certificate says where it does not hold: impossible observations may be to blame."""
+    split = _uncertified(model, silos, local, shared)
+    part = split.partition
     # Silos of equal size are padded for speed alone: where rows mix, they need not be.
     equal = {axis.name for axis in part.axes if axis.free and len(set(axis.lengths.values())) == 1}
-    try:
-        certify(split, silos)
-    except PartitionError:
-        if not equal:
-            raise
+    failed = certify(split, silos)
+    if failed is not None and equal:
         axes = tuple(axis._replace(free=axis.free and axis.name not in equal) for axis in part.axes)
         split = split._replace(partition=replace(part, axes=axes))
-        certify(split, silos)
-    return split
+        failed = certify(split, silos)
+    return split, failed
+
+
+def _uncertified(model: Model, silos: Silos, local: Any, shared: Any) -> SplitModel:
+    part = partition(model, silos, local, shared)
+    return from_spec(model, part, call_spec(silos, part.axes), shared_arrays(silos))
 
 
 def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array, ...]) -> SplitModel:

@@ -11,7 +11,8 @@ import numpyro
 from numpyro import handlers
 from numpyro.distributions import Unit
 
-from numpyro_fed.data.padding import SiloData
+from numpyro_fed.algorithm import Posterior, PyTree
+from numpyro_fed.data.padding import SiloData, axis_lengths
 from numpyro_fed.keys import fold_in_name
 from numpyro_fed.model.layout import filled
 from numpyro_fed.model.partition_table import Site
@@ -19,7 +20,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import unwrapped
 from numpyro_fed.precision import ONCE
 
-Array = Any
+Array = jax.Array
 
 
 class Call(NamedTuple):
@@ -31,42 +32,57 @@ class Call(NamedTuple):
     lengths: tuple[tuple[str, int], ...]  # axes of these, without padding
 
 
-def predictor(method: Any, split: SplitModel) -> Callable[..., dict[str, Array]]:
-    """``(keys, identity, server, silo, mask, arrays, call, data) -> {site: draws}``, compiled.
+class Request(NamedTuple):
+    """Whose prediction it is, and for which arguments."""
 
-    ``data`` are the silo's own, where held latents are read off them: discrete ones, or all by an encoder; else None.
-    """
-    encoded = getattr(getattr(method, "family", None), "needs_data", False)
+    identity: Any  # of the silo's name, for its random numbers
+    silo: PyTree  # its state, where latents are held
+    arrays: tuple[Any, ...]  # among the model's arguments
+    padded: SiloData | None = None  # what held latents are drawn from: the silo's data as in the run
+    units: SiloData | None = None  # what held discrete latents are read off, with the rows of ``Call.lengths``
 
-    def one(
-        key: Array, identity: Any, server: Any, state: Any, mask: Any, arrays: tuple, call: Call, data: SiloData | None
-    ) -> dict[str, Array]:
-        z = method.sample_global(split, server, key)
-        values, discrete = split.unravel(z), {}
-        if call.held:
-            own, lengths = local_key(key, identity), dict(call.lengths)
-            if encoded and data is not None:
-                z_local = method.sample_local(split, server, state, own, z, data.mask, data)
-            else:
-                z_local = method.sample_local(split, server, state, own, z, mask)
-                z_local = split.unpadded_local(z_local, lengths, {axis: rows.shape[-1] for axis, rows in mask.items()})
-            local = split.unpack(z_local, {axis: jnp.ones(n, bool) for axis, n in lengths.items()})
-            values |= {name: local[name] for name in call.held if name in local}
-            if data is not None:
-                drawn = split.sample_discrete(z, z_local, method.theta(server), data, discrete_key(key, identity))
-                discrete = {name: drawn[name] for name in call.held if name in drawn}
-        found = iter(arrays)
-        flat = [next(found) if value is None else value for value in call.ints]
-        kwargs = jax.tree.unflatten(call.structure, flat)
-        own = jax.random.fold_in(local_key(key, identity), 1)
-        return forward(split, values, method.theta(server), kwargs, own, discrete)
 
-    def all_(
-        keys: Array, identity: Any, server: Any, state: Any, mask: Any, arrays: tuple, call: Call, data: Any = None
-    ) -> dict[str, Array]:
-        return jax.vmap(lambda key: one(key, identity, server, state, mask, arrays, call, data))(keys)
+def predicted(
+    posterior: Posterior, split: SplitModel, call: Call, key: Array, z: Array, server: PyTree, request: Request
+) -> dict[str, Array]:
+    """One draw of the observed and the deterministic sites, at z_G = z."""
+    values, discrete, theta = split.unravel(z), {}, posterior.theta(server)
+    own = local_key(key, request.identity)
+    if call.held and request.padded is not None:
+        lengths = dict(call.lengths)
+        z_local = silo_latents(posterior, split, own, z, server, request.silo, request.padded, lengths)
+        local = split.unpack(z_local, {axis: jnp.ones(n, bool) for axis, n in lengths.items()})
+        values |= {name: local[name] for name in call.held if name in local}
+        if request.units is not None:
+            drawn = split.sample_discrete(z, z_local, theta, request.units, discrete_key(key, request.identity))
+            discrete = {name: drawn[name] for name in call.held if name in drawn}
+    arrays = iter(request.arrays)
+    flat = [next(arrays) if value is None else value for value in call.ints]
+    return forward(split, values, theta, jax.tree.unflatten(call.structure, flat), jax.random.fold_in(own, 1), discrete)
 
-    return jax.jit(all_, static_argnums=6, compiler_options=ONCE)
+
+def silo_latents(
+    posterior: Posterior,
+    split: SplitModel,
+    key: Array,
+    z: Array,
+    server: PyTree,
+    silo: PyTree,
+    padded: SiloData,
+    lengths: dict[str, int],
+) -> dict[str, Array]:
+    """One draw of z_L given z_G = z, drawn with the run's padding, with rows for axes of these ``lengths``."""
+    z_local, before = posterior.sample_local(key, z, server, silo, padded), axis_lengths(padded)
+    return z_local if lengths == before else split.unpadded_local(z_local, lengths, before)
+
+
+def predictor(posterior: Posterior, split: SplitModel) -> Callable[..., dict[str, Array]]:
+    """``(call, keys, draws of z_G, server, request) -> {site: draws}``, compiled."""
+
+    def run(call: Call, keys: Array, z: Array, server: PyTree, request: Request) -> dict[str, Array]:
+        return jax.vmap(lambda key, z: predicted(posterior, split, call, key, z, server, request))(keys, z)
+
+    return jax.jit(run, static_argnums=0, compiler_options=ONCE)
 
 
 def local_key(key: Array, identity: Any) -> Array:

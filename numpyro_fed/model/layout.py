@@ -8,6 +8,7 @@ import numpy as np
 from numpyro.distributions import MaskedDistribution
 from numpyro.infer.util import _unconstrain_reparam
 
+from numpyro_fed.data.padding import cut
 from numpyro_fed.model.discrete import resized
 from numpyro_fed.model.partition_table import Site
 
@@ -74,24 +75,30 @@ def mask_name(site: str) -> str:
 
 
 def user_mask(fn: Any) -> Array | None:
-    """The mask that handlers.mask or obs_mask put on a distribution, or None."""
+    """Which elements of a value no mask (``handlers.mask``, ``obs_mask``) leaves out, or None: all of them.
+
+    Aligned with batch and event axes: a mask around ``to_event`` is one of whole vectors, one inside of it of elements.
+    """
     found = None
     while fn is not None:
         if isinstance(fn, MaskedDistribution) and fn._mask is not True:
-            found = jnp.asarray(fn._mask) if found is None else found & fn._mask
+            mask = jnp.asarray(fn._mask)
+            mask = mask.reshape(mask.shape + (1,) * fn.event_dim)
+            found = mask if found is None else found & mask
         fn = getattr(fn, "base_dist", None)
     return found
 
 
 def real_rows(group: Group, lengths: dict[str, int], padded: dict[str, int]) -> np.ndarray:
     """Which rows of the padded group are real, from lengths alone."""
-    valid = np.ones((), bool)
-    for axis, ratio in group.axes:
-        valid = valid[..., None] & (np.arange(int(padded[axis] * ratio)) < int(lengths[axis] * ratio))
-    return np.flatnonzero(valid)
+    shape = tuple(int(padded[axis] * ratio) for axis, ratio in group.axes)
+    places = np.arange(int(np.prod(shape))).reshape(shape)
+    along = [(axis, i - len(shape)) for i, (axis, _) in enumerate(group.axes)]
+    return cut(places, along, lengths, padded).reshape(-1)
 
 
 def with_mask(log_prob: Array, site: Site, mask: dict[str, Array]) -> Array:
+    """A silo's log densities (or counts), padded rows at zero."""
     for axis, dim in site.axes:
         along = resized(mask[axis], log_prob.shape[dim])
         log_prob = jnp.where(along.reshape(along.shape + (1,) * (-dim - 1)), log_prob, 0)

@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.data.stack import Stack
 from numpyro_fed.model.layout import Group
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.precision import UNOPTIMISED
 
 Array = Any
 
@@ -60,8 +58,8 @@ def find_components(split: SplitModel, key: Array, data: SiloData, z: Array, the
             return jax.jvp(terms, (point,), (tangent,))[1]
 
         index = jnp.arange(rows)
-        ones, by_label, by_second = jax.vmap(move)(jnp.stack([jnp.ones(rows), (index + 1.0), second])), None, None
-        ones, by_label, by_second = ({s: t[k] for s, t in ones.items()} for k in range(3))
+        moves = jax.vmap(move)(jnp.stack([jnp.ones(rows), (index + 1.0), second]))
+        ones, by_label, by_second = ({s: t[k] for s, t in moves.items()} for k in range(3))
         labels[group.name] = {}
         for site, unit in ones.items():
             touched = (unit != 0) | (by_label[site] != 0) | (by_second[site] != 0)
@@ -106,28 +104,6 @@ def _connected(labels: dict[str, dict[str, Array]], num: int) -> Array:
     return jax.lax.while_loop(lambda carry: carry[1], moved, (jnp.arange(num), jnp.ones((), bool)))[0]
 
 
-def aligned(split: SplitModel, data: SiloData, found: Components) -> bool:
-    """Whether every element of every term belongs to the row it stands at: then no index is needed to add terms up."""
-    if len(split.groups) != 1 or not bool(found.separable):
-        return False
-    group = split.groups[0]
-    rows = np.asarray(split.row_mask(group, data.mask))
-    for site, ids in found.terms.items():
-        ids = np.asarray(ids)
-        dims = _dims(split, site, group)
-        if dims is None:
-            if np.any(ids != rows.size):
-                return False
-            continue
-        if tuple(ids.shape[d] for d in dims) != group.row_shape(data.mask):
-            return False
-        flat = np.moveaxis(ids, dims, range(len(dims))).reshape(rows.size, -1)
-        own = np.arange(rows.size)[:, None]
-        if np.any((flat != own) & (flat != rows.size)):
-            return False
-    return True
-
-
 def _dims(split: SplitModel, site: str, group: Group) -> list[int] | None:
     """The dims of a site's log density along which the group's rows lie, or None when it has other axes."""
     along = sorted(split.partition[site].axes)
@@ -158,40 +134,37 @@ def add_indexed(found: Components, terms: dict[str, Array], by_row: dict[str, Ar
 
 
 def components_of(split: SplitModel, data: SiloData) -> Components:
-    """The components of one silo, at the place where everyone looks for them."""
+    """The components of one silo, found at a fixed point."""
     key = jax.random.key(0)
     return find_components(split, key, data, 0.1 * jax.random.normal(key, (split.dim,)), split.theta)
 
 
-def finder(split: SplitModel) -> Any:
-    """The components of all silos of a bucket, compiled: (args, mask, shared) -> Components, stacked."""
-
-    def one(args: Any, mask: Any, shared: Any) -> Components:
-        return components_of(split, SiloData(args, mask, shared))
-
-    return jax.jit(jax.vmap(one, in_axes=(0, 0, None)), compiler_options=UNOPTIMISED)
+def how_rows_lie(split: SplitModel, data: SiloData, found: Components) -> tuple[Array, Array, Array]:
+    """Of one silo, whether every term meets one row of each group at most, whether every element of every term belongs
+    to the row it stands at (no index is then needed to add terms up), and whether rows of several groups meet."""
+    return found.separable, found.separable & _aligned(split, data, found), _joined(found.rows)
 
 
-def how_rows_lie(split: SplitModel, stack: Stack, found: list[Components]) -> str:
-    """``"aligned"``, ``"indexed"`` or (where rows meet in a term) ``"whole"``, over all silos."""
-    everywhere_aligned = True
-    for bucket, components in zip(stack.buckets, found, strict=True):
-        if not bool(np.all(components.separable)):
-            return "whole"
-        for j in range(len(bucket.names)):
-            each = (SiloData(bucket.args, bucket.mask, ()), components)
-            data, one = jax.tree.map(lambda leaf, j=j: leaf[j], each)
-            everywhere_aligned = everywhere_aligned and aligned(split, data, one)
-    return "aligned" if everywhere_aligned else "indexed"
+def _aligned(split: SplitModel, data: SiloData, found: Components) -> Array:
+    if len(split.groups) != 1:
+        return jnp.zeros((), bool)
+    group, fine = split.groups[0], jnp.ones((), bool)
+    num = group.num_rows(data.mask)
+    for site, ids in found.terms.items():
+        dims = _dims(split, site, group)
+        if dims is None:
+            fine &= jnp.all(ids == num)
+            continue
+        if tuple(ids.shape[d] for d in dims) != group.row_shape(data.mask):
+            return jnp.zeros((), bool)
+        flat = jnp.moveaxis(ids, dims, range(len(dims))).reshape(num, -1)
+        fine &= jnp.all((flat == jnp.arange(num)[:, None]) | (flat == num))
+    return fine
 
 
-def joined_groups(rows: dict[str, np.ndarray]) -> bool:
-    """Whether rows of several groups share a component, in any silo (first axis)."""
-    groups = list(rows.values())
-    if len(groups) < 2:
-        return False
-    for j in range(groups[0].shape[0]):
-        ids = np.concatenate([np.asarray(g[j]) for g in groups])
-        if len(np.unique(ids)) < len(ids):
-            return True
-    return False
+def _joined(rows: dict[str, Array]) -> Array:
+    """Whether rows of several groups share a component."""
+    if len(rows) < 2:
+        return jnp.zeros((), bool)
+    ids = jnp.sort(jnp.concatenate(list(rows.values())))
+    return jnp.any(ids[1:] == ids[:-1])

@@ -27,7 +27,7 @@ from numpyro.distributions import biject_to
 from numpyro.distributions.distribution import validation_enabled
 from numpyro.infer.util import compute_log_probs
 
-from numpyro_fed.data.padding import CallSpec, SiloData
+from numpyro_fed.data.padding import CallSpec, SiloData, cut
 from numpyro_fed.model import discrete as enum
 from numpyro_fed.model.discrete import resized
 from numpyro_fed.model.enumeration import NOTHING, Component, Enumeration, Run
@@ -180,6 +180,11 @@ class SplitModel(NamedTuple):
         with validation_enabled(False):
             return handlers.trace(self._substituted(values, theta, discrete)).get_trace(**self.spec.kwargs(data))
 
+    def trace_near_zero(self, data: SiloData) -> dict[str, dict]:
+        """The silo's sites as the model meets them, at some point: for what does not depend on latents."""
+        values = self.unravel(jnp.zeros(self.dim)) | self.unpack(self.zeros_local(data.mask), data.mask)
+        return self._trace(values, self.theta, data)
+
     def log_prior(self, z: Array, theta: dict[str, Array]) -> Array:
         """The server's term: log p(z_G | theta), with what observations depend on no silo."""
         log_probs, _ = self._log_probs(self.unravel(z), theta, self.spec.dummy()._replace(shared=self.shared))
@@ -254,10 +259,8 @@ class SplitModel(NamedTuple):
         valid = jnp.broadcast_to(rows[:, None], (rows.shape[0], site.size))
         if own is None:
             return valid
-        # a mask has the log density's axes, or (inside to_event) some of the event's too
         rank = len(site.positions) + len(site.rest)
-        own = jnp.reshape(own, (1,) * (site.batch_rank - jnp.ndim(own)) + jnp.shape(own))
-        own = jnp.reshape(own, jnp.shape(own) + (1,) * (rank - jnp.ndim(own)))
+        own = jnp.reshape(own, (1,) * (rank - jnp.ndim(own)) + jnp.shape(own))
         own = jnp.moveaxis(own, site.positions, range(len(site.positions)))
         own = jnp.broadcast_to(own, group.row_shape(mask) + site.rest)
         return valid & own.reshape(rows.shape[0], site.size)
@@ -306,13 +309,7 @@ class SplitModel(NamedTuple):
 
     def unpadded(self, values: dict[str, Array], lengths: dict[str, int], padded: dict[str, int]) -> dict[str, Array]:
         """Cut the padded rows off named values; leading axes (draws) are allowed."""
-        out = {}
-        for name, value in values.items():
-            for axis, dim in self.partition[name].value_axes:
-                keep = value.shape[dim] * lengths[axis] // padded[axis]
-                value = jax.lax.slice_in_dim(value, 0, keep, axis=value.ndim + dim)
-            out[name] = value
-        return out
+        return {name: cut(value, self.partition[name].value_axes, lengths, padded) for name, value in values.items()}
 
     def unpadded_local(
         self, z_local: dict[str, Array], lengths: dict[str, int], padded: dict[str, int]

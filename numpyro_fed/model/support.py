@@ -9,8 +9,9 @@ from numpyro.distributions import constraints
 
 from numpyro_fed.data.padding import SiloData, silo_data
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.stack import stack
+from numpyro_fed.data.stack import stack_of
 from numpyro_fed.model.layout import user_mask
+from numpyro_fed.model.observations import counted
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import PartitionError, label
 from numpyro_fed.precision import compiled_once
@@ -18,46 +19,40 @@ from numpyro_fed.precision import compiled_once
 Array = Any
 
 
-def check_support(split: SplitModel, silos: Silos) -> None:
-    """Raise when an observation is impossible: a 3 where a Bernoulli needs 0 or 1. NumPyro itself computes on.
+def supported(split: SplitModel, trace: dict[str, dict]) -> dict[str, Array]:
+    """Of a silo's traced sites: which observe possible values only. Masked observations may have any value.
 
-    Sites whose support depends on a latent are left to inference; masked observations may have any value.
+    Sites whose support depends on a latent are left to inference.
     """
-    names = split.partition.static_support
-    if not names:
-        return
-
-    def inside(args: Any, mask: Any) -> dict[str, Array]:
-        trace = _trace_at_zero(split, SiloData(args, mask, split.shared))
-        return {name: jnp.all(_in_support(trace[name]["fn"], trace[name]["value"])) for name in names}
-
-    for bucket in stack(silos, split.spec, split.partition.axes):
-        found = compiled_once(jax.vmap(inside), bucket.args, bucket.mask)
-        for name, fine in found.items():
-            if not np.all(fine):
-                silo = bucket.names[int(np.argmin(fine))]
-                raise PartitionError(_outside(split, silos, silo, name))
+    return {name: jnp.all(_in_support(trace[name])) for name in split.partition.static_support}
 
 
-def _trace_at_zero(split: SplitModel, data: SiloData) -> dict[str, dict]:
-    values = split.unravel(jnp.zeros(split.dim)) | split.unpack(split.zeros_local(data.mask), data.mask)
-    return split._trace(values, split.theta, data)
-
-
-def _in_support(fn: Any, value: Array) -> Array:
+def _in_support(site: dict) -> Array:
+    fn, value = site["fn"], site["value"]
     if fn.support is constraints.simplex:  # NumPyro's own check asks for 1e-6, more than float32 data can keep
         fine = jnp.all(value >= 0, axis=-1) & (jnp.abs(jnp.sum(value, axis=-1) - 1) < 1e-3)
     else:
         fine = fn.support(value)
-    masked = user_mask(fn)
-    return fine if masked is None else fine | ~masked
+    return fine if user_mask(fn) is None else fine | ~counted(site)
 
 
-def _outside(split: SplitModel, silos: Silos, silo: str, name: str) -> str:
+def check_support(split: SplitModel, silos: Silos) -> None:
+    """Raise when an observation is impossible: a 3 where a Bernoulli needs 0 or 1. NumPyro itself computes on."""
+    if not split.partition.static_support:
+        return
+    stack = stack_of(silos, silos, split.spec, split.partition.axes)
+    inside = lambda args, mask: supported(split, split.trace_near_zero(SiloData(args, mask, split.shared)))
+    for bucket, arrays in zip(stack.buckets, stack.arrays, strict=True):
+        for name, fine in compiled_once(jax.vmap(inside), *arrays).items():
+            if not np.all(fine):
+                raise PartitionError(outside(split, silos, bucket.names[int(np.argmin(fine))], name))
+
+
+def outside(split: SplitModel, silos: Silos, silo: str, name: str) -> str:
     """The message for the first impossible observation of a silo's site."""
-    site = _trace_at_zero(split, silo_data(silos, silo, split.spec, split.partition.axes))[name]
+    site = split.trace_near_zero(silo_data(silos, silo, split.spec, split.partition.axes))[name]
     fn, value = site["fn"], np.asarray(site["value"])
-    bad = np.argwhere(~np.asarray(_in_support(fn, site["value"])))
+    bad = np.argwhere(~np.asarray(_in_support(site)))
     row = tuple(int(i) for i in bad[0])
     where = f" (row {', '.join(map(str, row))})" if row else ""
     more = f"; {len(bad)} such values" if len(bad) > 1 else ""

@@ -1,37 +1,27 @@
-"""What a correction by importance sampling found, and the method whose globals are drawn from its points."""
+"""What a correction by importance sampling found, and the posterior whose globals are drawn from its points."""
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy.special import logsumexp
 
-from numpyro_fed.data.stack import Stack
-from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.algorithm import Key, Posterior, PyTree
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.local.start import LocalStart, WarmStart
+from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.precision import in_x64, to_user_dtype
 
-if TYPE_CHECKING:
-    from numpyro_fed.results.fit import Fit
-
-Array = Any
+Array = jax.Array
 TRUSTED = 0.7  # k-hat above which importance sampling is unreliable (Vehtari et al. 2024)
 FEW = 100  # effective points, below which means and sds are noisy
-
-
-def uncorrected(fit: "Fit") -> "Fit":
-    """See :attr:`numpyro_fed.results.fit.Fit.uncorrected`."""
-    if fit.correction is None:
-        return fit
-    state = fit.state._replace(method=type(fit.method.method).__name__, server=fit.state.server.inner)
-    return replace(fit, method=fit.method.method, state=state)
 
 
 class Corrected(NamedTuple):
     """The server's state after the round."""
 
-    inner: Any  # as it was before
+    inner: PyTree  # as it was before
     points: Array  # (S, d), of the unconstrained globals
     log_weights: Array  # (S,) float64, normalised and smoothed
     khat: float
@@ -82,31 +72,22 @@ class Correction:
         return mean, (weights[:, None] * (points - mean)).T @ (points - mean)
 
 
-@dataclass(frozen=True)
-class CorrectedMethod:
-    """A method whose globals are drawn from weighted points; all else is as it was."""
+class CorrectedPosterior:
+    """A posterior whose globals are drawn from weighted points; locals given the globals are ``inner``'s.
 
-    method: Any
+    The points have no density, so it has no evidence bound, and no factor for each silo: ``fit.uncorrected`` has them.
+    """
 
-    model = property(lambda self: self.method.model)
-    family = property(lambda self: getattr(self.method, "family", None))
-    local = property(lambda self: self.method.local)
-    shared = property(lambda self: self.method.shared)
+    def __init__(self, inner: Posterior) -> None:
+        self.inner = inner
+        self.reads_data: bool = getattr(inner, "reads_data", False)
+        self.inputs: tuple[str, ...] = getattr(inner, "inputs", ())
+        self.family: Any = getattr(inner, "family", None)
 
-    def theta(self, server: Corrected) -> dict[str, Array]:
-        return self.method.theta(server.inner)
+    def correction(self, server: Corrected) -> Correction:
+        return Correction(server)
 
-    def normal(self, split: SplitModel, server: Corrected) -> tuple[np.ndarray, np.ndarray]:
-        found = Correction(server)
-        mean, covariance = found.moments()
-        if found.ess < 2 * (split.dim + 1) or not np.all(np.linalg.eigvalsh(covariance) > 0):
-            raise ValueError(
-                f"the weights have an effective sample size of {found.ess:.1f}, too few for a covariance in "
-                f"{split.dim} dimensions: start from the fit before its correction, fit.uncorrected"
-            )
-        return mean, covariance
-
-    def sample_global(self, split: SplitModel, server: Corrected, key: Array) -> Array:
+    def sample(self, key: Key, server: Corrected) -> Array:
         """One of the points, by its weight."""
 
         @in_x64
@@ -118,22 +99,38 @@ class CorrectedMethod:
         index = jnp.searchsorted(steps, jax.random.uniform(key), side="right")
         return server.points[jnp.minimum(index, len(steps) - 1)]
 
-    def sample_local(
-        self, split: SplitModel, server: Corrected, silo: Any, key: Array, z: Array, mask: dict, data: Any = None
-    ) -> dict[str, Array]:
-        return self.method.sample_local(split, server.inner, silo, key, z, mask, data)
+    def sample_local(self, key: Key, z: Array, server: Corrected, silo: PyTree, data: SiloData) -> dict[str, Array]:
+        return self.inner.sample_local(key, z, server.inner, silo, data)
 
-    def found(self, split: SplitModel, server: Corrected, silos: tuple) -> Any:
+    def theta(self, server: Corrected) -> dict[str, Any]:
+        return self.inner.theta(server.inner)
+
+    def normal(self, server: Corrected) -> Normal:
+        """With the points' weighted mean and covariance."""
+        mean, covariance = self._moments(server)
+        with jax.enable_x64(True):
+            return Normal(jnp.asarray(mean), jnp.asarray(np.linalg.cholesky(covariance)))
+
+    def _moments(self, server: Corrected) -> tuple[np.ndarray, np.ndarray]:
+        found = Correction(server)
+        mean, covariance = found.moments()
+        if found.ess < 2 * (len(mean) + 1) or not np.all(np.linalg.eigvalsh(covariance) > 0):
+            raise ValueError(
+                f"the weights have an effective sample size of {found.ess:.1f}, too few for a covariance in "
+                f"{len(mean)} dimensions: start from the fit before its correction, fit.uncorrected"
+            )
+        return mean, covariance
+
+    def to_warm_start(self, server: Corrected) -> WarmStart:
         """A start for another run: the weighted mean and covariance."""
-        mean, covariance = self.normal(split, server)
-        old = self.method.found(split, server.inner, silos)
+        mean, covariance = self._moments(server)
+        dtype = jnp.zeros(()).dtype
         sd = 1 / np.sqrt(np.diagonal(np.linalg.inv(covariance)))
-        loc, chol, sd = (jnp.asarray(x, old.loc.dtype) for x in (mean, np.linalg.cholesky(covariance), sd))
-        return old._replace(loc=loc, chol=chol, sd=sd, source=None)
+        loc, chol, sd = (jnp.asarray(x, dtype) for x in (mean, np.linalg.cholesky(covariance), sd))
+        if hasattr(self.inner, "to_warm_start"):
+            return self.inner.to_warm_start(server.inner)._replace(loc=loc, chol=chol, sd=sd, source=None)
+        theta = self.theta(server)
+        return WarmStart(loc, chol, sd, theta, jax.tree.map(jnp.ones_like, theta))
 
-    def weighting(self, split: SplitModel, stack: Stack) -> Any:
-        return self.method.weighting(split, stack)
-
-    def elbo(self, split: SplitModel, weighting: Any, stack: Stack, server: Corrected, silos: tuple, key: Array) -> Any:
-        """Of the fit before its correction, which has a density."""
-        return self.method.elbo(split, weighting, stack, server.inner, silos, key)
+    def local_start(self, warm: WarmStart, silo: PyTree) -> LocalStart | None:
+        return self.inner.local_start(warm, silo) if hasattr(self.inner, "local_start") else None

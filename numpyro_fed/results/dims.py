@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from numpyro_fed.model.forward import value_axes
 from numpyro_fed.model.partition_table import Site
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array | np.ndarray
 
 
 class Labelled(NamedTuple):
@@ -57,9 +58,9 @@ class Dims:
     def of_server(self, name: str, value: Array) -> Any:
         """Draws of a global site."""
         site = self.split.partition[name]
-        value = np.asarray(value)
-        plates = self._plates(site, value.shape[1:], self._event(site))
-        return self._array(name, value, {dim: self._name(plate) for dim, plate in plates.items()}, {})
+        values = np.asarray(value)
+        plates = self._plates(site, values.shape[1:], self._event(site))
+        return self._array(name, values, {dim: self._name(plate) for dim, plate in plates.items()}, {})
 
     def joined(self, name: str, by_silo: Mapping[str, Array], sample: bool = True) -> Any:
         """Values of a silo's site, all silos' rows in one dimension, or one entry a silo."""

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +18,58 @@ import pandas as pd
 from scipy.stats import chi2
 
 from numpyro_fed import schedules
-from numpyro_fed.checks import check_key
+from numpyro_fed.algorithm import PyTree
+from numpyro_fed.checks import check_count, check_key
 from numpyro_fed.data.inputs import leaves
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.stack import Stack
-from numpyro_fed.engines.vmap import Vmap
-from numpyro_fed.local.conditional import LocalLaplace
 from numpyro_fed.model.layout import real_rows
-from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.normal.families import Family, Natural, as_family, quotient
+from numpyro_fed.normal.families import Family, Natural, product, quotient, summed
 from numpyro_fed.results.influence_tables import Conflict, Influence
+from numpyro_fed.results.state import Fresh, State
+from numpyro_fed.results.value import Fitted
 
-if TYPE_CHECKING:
-    from numpyro_fed.results.fit import Fit
-    from numpyro_fed.results.state import State
-
+F = TypeVar("F", bound=Fitted)
 NOTHING = 1e-6  # a direction in which a site adds less than this share to the others' precision says nothing
+Rows = dict[str, tuple[np.ndarray, np.ndarray]]  # {group: places of a silo's real rows in an old state, in a new one}
 
 
-def without(fit: "Fit", names: str | Sequence[str], num_rounds: int, rng_key: Any) -> "Fit":
+class Factors(NamedTuple):
+    """What a posterior is a product of."""
+
+    family: Family
+    prior: Natural  # t_0
+    each: Natural  # t_j, stacked over silos
+
+    @property
+    def product(self) -> Natural:
+        """q."""
+        return product(self.prior, summed(self.each))
+
+
+@runtime_checkable
+class HasSites(Protocol):
+    """A posterior with a factor for each silo."""
+
+    def sites(self, server: PyTree) -> Factors | None:
+        """None where one factor stands for all."""
+        ...
+
+    def reordered(self, server: PyTree, order: list[int]) -> PyTree:
+        """A server state whose silos come in another order, or are fewer."""
+        ...
+
+    def joined(self, fresh: PyTree, old: PyTree, places: np.ndarray) -> PyTree:
+        """A fresh server state of more silos, in which those at ``places`` have their old factors."""
+        ...
+
+    def joined_silo(self, fresh: PyTree, old: PyTree, rows: Rows) -> PyTree:
+        """A silo's old state where its rows are padded otherwise."""
+        ...
+
+
+def without(fit: F, names: str | Sequence[str], num_rounds: int, rng_key: Any) -> F:
     """See :meth:`numpyro_fed.results.fit.Fit.without`."""
-    _check_sites(fit, "without")
+    posterior = _with_sites(fit, "without")
     began = time.perf_counter()
     gone = (names,) if isinstance(names, str) else tuple(names)
     for name in gone:
@@ -51,9 +82,9 @@ def without(fit: "Fit", names: str | Sequence[str], num_rounds: int, rng_key: An
             "silo, and leave at least one"
         )
     _check_rounds(num_rounds)
-    kept = [fit.state.names.index(name) for name in rest]
-    server = fit.method.reordered(fit.state.server, kept)
-    proper = bool(as_family(fit.method.family).proper(fit.method.q(server)))
+    server = posterior.reordered(fit.state.server, [fit.state.names.index(name) for name in rest])
+    factors = _factors(posterior, server)
+    proper = bool(factors.family.proper(factors.product))
     if num_rounds == 0:
         if not proper:
             raise ValueError(
@@ -62,21 +93,17 @@ def without(fit: "Fit", names: str | Sequence[str], num_rounds: int, rng_key: An
             )
         return _cut(fit, rest, server, time.perf_counter() - began)
     fit.need_silos("further rounds")
-    assert fit.silos is not None
     key = jax.random.key(0) if rng_key is None else check_key(rng_key)
-    silos = fit.silos.only(*rest)
-    if not proper:  # sites that are no posterior together are no start: they begin anew
-        found = fit.method.run(key, silos, num_rounds, progress_bar=False)
-    else:
-        state = _moved(fit, silos, key)
-        state = state._replace(server=server)
-        found = fit.method.run(key, silos, num_rounds, init_state=state, progress_bar=False)
+    silos = fit.any_silos.only(*rest)
+    # sites that are no posterior together are no start: they begin anew
+    state = _moved(fit, posterior, silos, key)._replace(server=server) if proper else None
+    found = fit.need_again().run(key, silos, num_rounds, init_state=state)
     return replace(found, seconds=time.perf_counter() - began)
 
 
-def add(fit: "Fit", rng_key: Any, silos: Silos, num_rounds: int) -> "Fit":
+def add(fit: F, rng_key: Any, silos: Silos, num_rounds: int) -> F:
     """See :meth:`numpyro_fed.results.fit.Fit.add`."""
-    _check_sites(fit, "add")
+    posterior = _with_sites(fit, "add")
     began, key = time.perf_counter(), check_key(rng_key)
     if not isinstance(silos, Silos):
         raise TypeError(
@@ -84,47 +111,41 @@ def add(fit: "Fit", rng_key: Any, silos: Silos, num_rounds: int) -> "Fit":
         )
     _check_rounds(num_rounds)
     fit.need_silos("rounds with new silos")
-    assert fit.silos is not None
-    everyone = _joined(fit.silos, silos)
-    state = _moved(fit, everyone, key)
-    old = fit.state.server
-    num = len(fit.state.names)
+    everyone = _joined(fit.any_silos, silos)
+    state = _moved(fit, posterior, everyone, key)
     places = np.array([everyone.names.index(name) for name in fit.state.names])
-    grown = lambda new, was: new.at[places].set(was)
-    with jax.enable_x64(True):
-        fresh = state.server
-        server = old._replace(
-            sites=old.sites._replace(each=jax.tree.map(grown, fresh.sites.each, old.sites.each)),
-            visits=grown(fresh.visits, old.visits),
-            moving=grown(fresh.moving, old.moving),
-            values=fresh.values.at[places].set(old.values[:num]).at[-1].set(old.values[-1]),
-        )
-    run = lambda count, schedule, state: fit.method.run(
-        key, everyone, count, schedule=schedule, init_state=state, progress_bar=False
-    )
-    found = run(1, schedules.fixed([silos.names]), state._replace(server=server))
+    state = state._replace(server=posterior.joined(state.server, fit.state.server, places))
+    run = fit.need_again().run
+    found = run(key, everyone, 1, schedule=schedules.fixed([silos.names]), init_state=state)
     if num_rounds:
-        on = run(num_rounds, None, found.state)
+        on = run(key, everyone, num_rounds, init_state=found.state)
         history = {name: np.concatenate([rows, on.history[name]]) for name, rows in found.history.items()}
         found = replace(on, history=history)
     return replace(found, seconds=time.perf_counter() - began)
 
 
-def _check_sites(fit: "Fit", what: str) -> None:
-    """Raises unless the server holds a site for each silo."""
+def _with_sites(fit: Fitted, what: str) -> HasSites:
+    """The posterior, when it has a factor for each silo."""
     if fit.correction is not None:
         raise TypeError(f"a corrected posterior has no sites: use fit.uncorrected.{what}(...)")
-    if not hasattr(fit.state.server, "sites") or fit.method.tied:
-        has = "one site for all silos" if hasattr(fit.state.server, "sites") else "no sites"
-        raise TypeError(
-            f"fit.{what} reads a factor for each silo off the fit, and nf.{fit.state.method} has {has}: fit with "
-            "nf.EP(model) or nf.PVI(model), which have a site for each"
-        )
+    posterior = fit.posterior
+    if isinstance(posterior, HasSites) and posterior.sites(fit.state.server) is not None:
+        return posterior
+    has = "one site for all silos" if isinstance(posterior, HasSites) else "no sites"
+    raise TypeError(
+        f"fit.{what} reads a factor for each silo off the fit, and nf.{fit.state.method} has {has}: fit with "
+        "nf.EP(model) or nf.PVI(model), which have a site for each"
+    )
+
+
+def _factors(posterior: HasSites, server: PyTree) -> Factors:
+    factors = posterior.sites(server)
+    assert factors is not None, "asked for by _with_sites"
+    return factors
 
 
 def _check_rounds(num_rounds: Any) -> None:
-    if isinstance(num_rounds, bool) or not isinstance(num_rounds, int | np.integer) or num_rounds < 0:
-        raise ValueError(f"num_rounds must be an int of at least 0, got {num_rounds!r}")
+    check_count("num_rounds", num_rounds, least=0)
 
 
 def _joined(old: Silos, new: Silos) -> Silos:
@@ -149,7 +170,7 @@ def _joined(old: Silos, new: Silos) -> Silos:
     return everyone
 
 
-def _cut(fit: "Fit", rest: tuple[str, ...], server: Any, seconds: float) -> "Fit":
+def _cut(fit: F, rest: tuple[str, ...], server: Any, seconds: float) -> F:
     """The fit of the remaining silos, their buckets and padding as they were."""
     buckets, states, padded = [], [], []
     for names, state, lengths in zip(fit.state.buckets, fit.state.silos, fit.padded, strict=True):
@@ -172,43 +193,32 @@ def _cut(fit: "Fit", rest: tuple[str, ...], server: Any, seconds: float) -> "Fit
     )
 
 
-def _moved(fit: "Fit", silos: Silos, key: Any) -> "State":
+def _moved(fit: Fitted, posterior: HasSites, silos: Silos, key: Any) -> State:
     """A start of the method on other silos, in which those that the fit knows have their old states."""
-    prepared, stack = fit.method.ready(silos)
-    if prepared.split.global_shapes != fit.split.global_shapes or prepared.split.groups != fit.split.groups:
+    fresh = fit.need_again().prepare(key, silos)
+    if fresh.split.global_shapes != fit.split.global_shapes or fresh.split.groups != fit.split.groups:
         raise ValueError(
             "with these silos the model's sites are divided otherwise than in the fit. Compare fit.split.partition "
             "with nf.partition(model, silos), and pass local= or shared= to the method of both"
         )
-    server, states = Vmap().start(prepared.algorithm, key, stack)
-    states = tuple(_states(fit, prepared.split, stack, b, fresh) for b, fresh in enumerate(states))
-    buckets = tuple(bucket.names for bucket in stack.buckets)
-    return fit.state._replace(names=stack.names, buckets=buckets, server=server, silos=states)
+    states = tuple(_states(fit, posterior, fresh, b) for b in range(len(fresh.padded)))
+    return fresh.state._replace(method=fit.state.method, silos=states, round=fit.state.round)
 
 
-def _states(fit: "Fit", split: SplitModel, stack: Stack, b: int, fresh: Any) -> Any:
+def _states(fit: Fitted, posterior: HasSites, fresh: Fresh, b: int) -> PyTree:
     """Old states in a new bucket, whose padding may be another; silos that are new keep the fresh ones."""
-    lengths = {axis: rows.shape[-1] for axis, rows in stack.buckets[b].mask.items()}
     out = []
-    for i, name in enumerate(stack.buckets[b].names):
-        state = jax.tree.map(lambda leaf, i=i: leaf[i], fresh)
+    for name in fresh.state.buckets[b]:
+        state, _ = fresh.state.silo(name)
         if name in fit.state.names:
             old, was = fit.state.silo(name)
-            own = {axis.name: axis.lengths[name] for axis in split.partition.axes}
-            rows = {g.name: (real_rows(g, own, fit.padded[was]), real_rows(g, own, lengths)) for g in split.groups}
-            frames = (_repadded(new, frame, rows) for new, frame in ((state.frame, old.frame), (state.kept, old.kept)))
-            state = state._replace(frame=next(frames), kept=next(frames), own=old.own)
+            own = {axis.name: axis.lengths[name] for axis in fresh.split.partition.axes}
+            place = lambda group, padded, own=own: real_rows(group, own, padded)
+            rows = {g.name: (place(g, fit.padded[was]), place(g, fresh.padded[b])) for g in fresh.split.groups}
+            state = posterior.joined_silo(state, old, rows)
         out.append(state)
     with jax.enable_x64(True):
         return jax.tree.map(lambda *rows: jnp.stack(rows), *out)
-
-
-def _repadded(new: Any, old: Any, rows: dict[str, tuple[np.ndarray, np.ndarray]]) -> Any:
-    """A frame's real rows in a frame with other padding."""
-    if not rows:
-        return new
-    put = lambda name: {g: getattr(new, name)[g].at[rows[g][1]].set(getattr(old, name)[g][rows[g][0]]) for g in rows}
-    return LocalLaplace(old.centre, put("loc"), put("coupling"), put("root"), put("curvature"))
 
 
 # --- who moved the posterior, and who disagrees ---------------------------------------------------------------------
@@ -227,24 +237,24 @@ def _moments(family: Family, factor: Natural) -> _Moments | None:
     return _Moments(np.asarray(family.mean(factor)), covariance if covariance.ndim == 2 else np.diag(covariance))
 
 
-def _cavities(fit: "Fit") -> tuple[_Moments, list[tuple[str, Natural, _Moments | None]]]:
+def _cavities(factors: Factors, names: tuple[str, ...]) -> tuple[_Moments, list[tuple[str, Natural, _Moments | None]]]:
     """The posterior, and of each silo its site and the posterior without it."""
-    family, q = as_family(fit.method.family), fit.method.q(fit.state.server)
-    found = _moments(family, q)
+    q = factors.product
+    found = _moments(factors.family, q)
     if found is None:
         raise ValueError("the posterior itself is improper, so nothing can be read off it: run more rounds")
     each = []
-    for j, name in enumerate(fit.state.names):
+    for j, name in enumerate(names):
         with jax.enable_x64(True):
-            site = jax.tree.map(lambda leaf, j=j: leaf[j], fit.state.server.sites.each)
-        each.append((name, site, _moments(family, quotient(q, site))))
+            site = jax.tree.map(lambda leaf, j=j: leaf[j], factors.each)
+        each.append((name, site, _moments(factors.family, quotient(q, site))))
     return found, each
 
 
-def influence(fit: "Fit") -> Influence:
+def influence(fit: Fitted) -> Influence:
     """See :meth:`numpyro_fed.results.fit.Fit.influence`."""
-    _check_sites(fit, "influence")
-    (mean, covariance), each = _cavities(fit)
+    factors = _factors(_with_sites(fit, "influence"), fit.state.server)
+    (mean, covariance), each = _cavities(factors, fit.state.names)
     sd = np.sqrt(np.diagonal(covariance))
     nan = np.full(len(sd), np.nan)
     rows = []
@@ -258,17 +268,17 @@ def influence(fit: "Fit") -> Influence:
     return Influence(pd.DataFrame(rows))
 
 
-def conflict(fit: "Fit") -> Conflict:
+def conflict(fit: Fitted) -> Conflict:
     """See :meth:`numpyro_fed.results.fit.Fit.conflict`."""
-    _check_sites(fit, "conflict")
-    q, each = _cavities(fit)
-    family, names = as_family(fit.method.family), fit.split.coordinate_names()
+    factors = _factors(_with_sites(fit, "conflict"), fit.state.server)
+    q, each = _cavities(factors, fit.state.names)
+    names = fit.split.coordinate_names()
     rows, by_parameter = [], []
     for name, site, cavity in each:
         if cavity is None:
             statistic, df, z = np.nan, 0, np.full(len(names), np.nan)
         else:
-            dense = family.dense(site)
+            dense = factors.family.dense(site)
             statistic, df = disagreement(*cavity, np.asarray(dense.precision), np.asarray(dense.shift))
             gained = np.diagonal(cavity.covariance) - np.diagonal(q.covariance)
             known = gained > NOTHING * np.diagonal(cavity.covariance)

@@ -1,28 +1,29 @@
-"""Everything that a run can go on from."""
+"""Everything that a run can go on from, and how a fit runs again."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from numpyro_fed.algorithm import PyTree
 from numpyro_fed.checks import told
 from numpyro_fed.data.names import Names
 from numpyro_fed.data.stack import Stack
-
-CORRECTED = ", corrected"  # after the method's name in the state of a corrected fit
+from numpyro_fed.model.split_model import SplitModel
 
 
 class State(NamedTuple):
     """Everything a run can go on from. The silos' part is private to them: it is in here as they are simulated here."""
 
-    method: str
+    method: str  # its name; a corrected fit has that of the method before
     names: tuple[str, ...]  # of a store: its lazy Names, and there are no buckets and no silos' states
     buckets: tuple[tuple[str, ...], ...]
-    server: Any
-    silos: tuple  # over buckets, stacked over the bucket's silos
+    server: PyTree
+    silos: tuple[PyTree, ...]  # over buckets, stacked over the bucket's silos
     round: int
 
-    def silo(self, name: str) -> tuple[Any, int]:
+    def silo(self, name: str) -> tuple[PyTree, int]:
         """One silo's state, and its bucket."""
         if isinstance(self.names, Names) and name in self.names:
             return (), 0
@@ -32,13 +33,29 @@ class State(NamedTuple):
                 return jax.tree.map(lambda leaf, position=position: leaf[position], self.silos[b]), b
         raise KeyError(f"no silo is named {name!r}; the silos are {told(self.names)}")
 
-    def arranged(self, stack: Stack) -> tuple:
+    def arranged(self, stack: Stack) -> tuple[PyTree, ...]:
         """The silos' states in another stack's buckets and order."""
         out = []
         for bucket in stack.buckets:
-            found = [self.silo(name)[0] for name in bucket.names]
-            out.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *found))
+            states = [self.silo(name)[0] for name in bucket.names]
+            out.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
         return tuple(out)
+
+
+class Fresh(NamedTuple):
+    """A run on other silos, before its first round."""
+
+    split: SplitModel
+    state: State
+    padded: tuple[dict[str, int], ...]  # as of a fit
+
+
+class Again(NamedTuple):
+    """How a fit runs again, with its method and on its engine. Given by whoever made the fit, who knows both."""
+
+    prepare: Callable[..., Fresh]  # (rng_key, silos)
+    run: Callable[..., Any]  # (rng_key, silos, num_rounds, *, schedule=None, init_state=None) -> Fit
+    correct: Callable[..., Any]  # (fit, rng_key, num_points, engine=...) -> Fit; by default on the fit's engine
 
 
 class ById(NamedTuple):

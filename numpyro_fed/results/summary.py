@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,9 +10,7 @@ import pandas as pd
 from numpyro.diagnostics import hpdi
 
 from numpyro_fed.model.partition_table import Partition
-
-if TYPE_CHECKING:
-    from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.value import Fitted
 
 SHOWN = 20  # rows of a notebook's table
 
@@ -57,19 +55,29 @@ def scalars(draws: Mapping[str, Any], batch: int = 1) -> dict[str, np.ndarray]:
     return out
 
 
-def text(fit: "Fit") -> str:
-    return f"Fit by {fit.state.method}: " + "; ".join(f"{name} {value}" for name, value in _facts(fit).items())
+def label(fit: Fitted) -> str:
+    """The method's name, and whether the fit was corrected."""
+    return fit.state.method + (", corrected" if fit.correction is not None else "")
 
 
-def html(fit: "Fit") -> str:
-    found = fit.summary()
+def described(fit: Fitted) -> str:
+    """The method and what its posterior is made of, for a message."""
+    family = getattr(fit.posterior, "family", None)
+    return f"nf.{fit.state.method}" + (f" with {family!r}" if family is not None else "")
+
+
+def text(fit: Fitted) -> str:
+    return f"Fit by {label(fit)}: " + "; ".join(f"{name} {value}" for name, value in _facts(fit).items())
+
+
+def html(fit: Fitted, found: pd.DataFrame) -> str:
     facts = "; ".join(f"{escape(name)} {escape(value)}" for name, value in _facts(fit).items())
     more = f"<p>... and {len(found) - SHOWN} more: fit.summary()</p>" if len(found) > SHOWN else ""
     shown = found.head(SHOWN).to_html(float_format="%.4g", na_rep="")
-    return f"<p><b>Fit by {escape(fit.state.method)}</b>: {facts}</p>{shown}{more}"
+    return f"<p><b>Fit by {escape(label(fit))}</b>: {facts}</p>{shown}{more}"
 
 
-def _facts(fit: "Fit") -> dict[str, str]:
+def _facts(fit: Fitted) -> dict[str, str]:
     sent = sum(int(np.sum(fit.history[k])) for k in ("bytes_up", "bytes_down") if k in fit.history)
     facts = {
         "silos": str(len(fit.state.names)),
@@ -78,13 +86,12 @@ def _facts(fit: "Fit") -> dict[str, str]:
         "seconds": f"{fit.seconds:.1f}",
     }
     if "loss" in fit.history:
-        rounds = 1 if "moving" in fit.history else 100  # EP's and PVI's are not noisy
-        facts["loss"] = f"{np.mean(fit.history['loss'][-rounds:]):.4g}"
-    moving = fit.history.get("moving", np.zeros(0))
-    if len(moving) and np.nanmax(moving[-1:], initial=0.0) >= getattr(fit.method, "tolerance", 0.0) > 0:
-        facts["still moving"] = f"by {moving[-1]:.2g} sds a sweep"
+        losses = fit.history["loss"]
+        facts["loss"] = f"{np.mean(losses[-min(100, max(1, len(losses) // 10)) :]):.4g}"  # one alone may be noisy
     if fit.correction is not None:
         facts["correction"] = repr(fit.correction)
+    elif fit.reasons:
+        facts["to be doubted:"] = " ".join(fit.reasons)
     facts["global sites"] = ", ".join(fit.split.partition.global_sites) or "none"
     facts["local sites"] = ", ".join(fit.split.partition.local_sites) or "none"
     return facts

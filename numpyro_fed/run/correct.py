@@ -15,31 +15,30 @@ can be read more closely; the round is opt-in.
 
 import time
 from dataclasses import replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy.special import logsumexp
 
-from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
-from numpyro_fed.checks import check_key
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase
+from numpyro_fed.checks import check_count, check_key
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.data.stack import Stack
-from numpyro_fed.engines.base import traffic
+from numpyro_fed.engines.base import Engine
 from numpyro_fed.engines.vmap import Vmap
-from numpyro_fed.guides.normal import GlobalNormal
-from numpyro_fed.local.integrate import Marginal, silo_factor, start_frame
+from numpyro_fed.local.integrate import Marginal, choose, silo_factor, start_frame
+from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.precision import in_x64
-from numpyro_fed.results.correction import Corrected, CorrectedMethod, Correction
+from numpyro_fed.results.correction import Corrected, CorrectedPosterior, Correction
+from numpyro_fed.results.draws import stack_of
+from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.importance import pareto_smoothed, proposal
-from numpyro_fed.results.state import CORRECTED, ById
-
-if TYPE_CHECKING:
-    from numpyro_fed.results.fit import Fit
+from numpyro_fed.run.runner import Runner
+from numpyro_fed.schedules import as_schedule
 
 Array = Any
 DRAWS = 256  # of a row's locals at each point, where they are not integrated by quadrature
@@ -60,35 +59,21 @@ class Server(NamedTuple):
     log_f: Array  # (S,) float64: the sum over silos
 
 
-class SiloState(NamedTuple):
-    """Private to the silo."""
-
-    frame: Any
-    components: Any
-
-
-@lru_cache(maxsize=16)  # engines take algorithms as static arguments: the same one must give the same one
-def algorithm(split: ById, marginal: Marginal, num_points: int) -> FederatedAlgorithm:
+def correction_round(split: SplitModel, marginal: Marginal, num_points: int) -> FederatedAlgorithm:
     """The round as pure functions; see :mod:`numpyro_fed.algorithm`. Its message is log f_j at the points, (S,)."""
-    model: SplitModel = split.value
-    d = model.dim
+    d = split.dim
 
     def init(key: Array) -> Server:
-        sent = Sent(jnp.zeros((num_points, d)), jnp.zeros(d), model.theta)
-        with jax.enable_x64(True):
-            return Server(sent, jnp.zeros(num_points, sent.points.dtype), jnp.zeros(num_points, jnp.float64))
-
-    def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
-        found = components_of(model, data) if marginal.rows == "indexed" else None
-        return SiloState(start_frame(model, data), found)
+        return begun(Sent(jnp.zeros((num_points, d)), jnp.zeros(d), split.theta))
 
     def broadcast(key: Array, server: Server) -> Broadcast:
         return Broadcast(server.sent)
 
-    def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Array, SiloState]:
+    def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Array, tuple]:
         sent = broadcast.common
-        factor = silo_factor(model, marginal, data, silo.components, sent.theta)
-        frame = factor.refit(sent.centre, silo.frame, LOCAL_STEPS)
+        components = components_of(split, data) if marginal.rows == "indexed" else None
+        factor = silo_factor(split, marginal, data, components, sent.theta)
+        frame = factor.refit(sent.centre, start_frame(split, data), LOCAL_STEPS)
 
         def one(given: tuple[Array, Array]) -> Array:
             # where locals are drawn, afresh at every point: estimates of f are then unbiased and independent, so the
@@ -107,92 +92,107 @@ def algorithm(split: ById, marginal: Marginal, num_points: int) -> FederatedAlgo
         return total(messages)
 
     def server_step(key: Array, server: Server, log_f: Array) -> tuple[Server, dict]:
-        log_prior = jax.vmap(lambda z: model.log_prior(z, server.sent.theta))(server.sent.points)
+        log_prior = jax.vmap(lambda z: split.log_prior(z, server.sent.theta))(server.sent.points)
         return server._replace(log_prior=log_prior, log_f=log_f), {}
 
-    return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+    nothing = lambda key, broadcast, data: ()
+    return FederatedAlgorithm(init, nothing, broadcast, silo_step, aggregate, server_step).traced_once()
 
 
-def correct(fit: "Fit", rng_key: Any, num_points: int, engine: Any) -> "Fit":
-    """See :meth:`numpyro_fed.results.fit.Fit.correct`."""
-    began, key = time.perf_counter(), check_key(rng_key)
-    if isinstance(num_points, bool) or not isinstance(num_points, int | np.integer) or num_points < 16:
-        raise ValueError(f"num_points must be an int of at least 16, got {num_points!r}")
-    mean, covariance = _normal(fit)
-    fit.need_silos("log likelihoods at the points")
-    engine = engine or Vmap()
-    places, log_proposal = proposal(key, mean, covariance, int(num_points))
-    stack = fit._stack()
-    run = algorithm(ById(fit.split), _marginal(fit, stack), len(places))
-    server, states = engine.start(run, key, stack)
-    centre = jnp.asarray(mean, places.dtype)
-    server = server._replace(sent=Sent(jnp.asarray(places), centre, fit.method.theta(fit.state.server)))
-    sent = traffic(run, server, jax.tree.map(lambda leaf: leaf[0], states[0]), stack.data(stack.buckets[0].names[0]))
-    server, _, info = engine.rounds(run, key, stack, server, states, fit.state.round, None, 1, "some")
-    log_weights = np.asarray(server.log_prior, np.float64) + np.asarray(server.log_f) - log_proposal
-    log_weights = np.where(np.isfinite(log_weights), log_weights, -np.inf)
-    if not np.any(np.isfinite(log_weights)):
-        raise ValueError(
-            f"the log density is not finite at any of {len(places)} points around the posterior approximation: it lies "
-            "outside of the model's support. Run more rounds, and look at fit.summary()"
-        )
-    log_evidence = float(logsumexp(log_weights) - np.log(len(places)))
-    smoothed, khat = pareto_smoothed(log_weights)
-    inner = fit.state.server.inner if isinstance(fit.state.server, Corrected) else fit.state.server
-    method = fit.method.method if isinstance(fit.method, CorrectedMethod) else fit.method
+def begun(sent: Sent) -> Server:
+    """Before the round: the points, and nothing known of them."""
+    num = sent.points.shape[0]
     with jax.enable_x64(True):
-        corrected = Corrected(inner, jnp.asarray(places), jnp.asarray(smoothed), khat, log_evidence)
+        return Server(sent, jnp.zeros(num, sent.points.dtype), jnp.zeros(num, jnp.float64))
+
+
+def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: Engine | None = None) -> Fit:
+    """See :meth:`numpyro_fed.results.fit.Fit.correct`; ``default`` is the engine that the fit was made on."""
+    began, key = time.perf_counter(), check_key(rng_key)
+    num = check_count("num_points", num_points, least=16)
+    normal = _normal(fit)
+    fit.need_silos("log likelihoods at the points")
+    split, stack = fit.split, stack_of(fit)
+    chosen = default if engine is None else engine
+    points, log_proposal = proposal(key, np.asarray(normal.mean, np.float64), normal.covariance, num)
+    marginal = _marginal(fit)
+    make = lambda: correction_round(split, marginal, len(points))
+    sent = Sent(jnp.asarray(points), jnp.asarray(normal.mean, points.dtype), fit.posterior.theta(fit.state.server))
+    phase = Phase(
+        "correct",
+        remembered(make, "correct", ByIdentity(split), marginal, len(points)),
+        begin=lambda left, fresh: Begun(begun(sent)),
+        finish=lambda left, server, info: left._replace(server=server),
+        role="check",
+        effort="some",
+    )
+    runner = Runner(chosen if chosen.holds_states else Vmap(), key, stack, split, as_schedule(None), False, "")
+    runner.round = fit.state.round
+    left, _ = runner.run((phase,), Left(server=fit.state.server), tuple(() for _ in stack.buckets), None)
+    corrected = _weighted(fit, points, log_proposal, left.server)
+    (record,) = runner.records
     row = {
-        "loss": -log_evidence,
-        "bytes_up": len(stack.names) * sent.up,
-        "bytes_down": len(stack.names) * sent.down,
-        **{name: rows[0] for name, rows in info.items()},
+        "loss": -corrected.log_evidence,
+        "bytes_up": record.bytes_up,
+        "bytes_down": record.bytes_down,
         "ess": Correction(corrected).ess_share,
     }
-    name = type(method).__name__ + CORRECTED
-    state = fit.state._replace(method=name, server=corrected)
+    inner = fit.posterior.inner if isinstance(fit.posterior, CorrectedPosterior) else fit.posterior
     return replace(
         fit,
-        method=CorrectedMethod(method),
-        state=state,
+        posterior=CorrectedPosterior(inner),
+        state=fit.state._replace(server=corrected),
         history=_appended(fit.history, row),
+        records=(*fit.records, record),
         seconds=fit.seconds + time.perf_counter() - began,
     )
 
 
-def _normal(fit: "Fit") -> tuple[np.ndarray, np.ndarray]:
-    """Mean and covariance of q(z_G), float64; an error where q is no normal."""
-    method, server, split = fit.method, fit.state.server, fit.split
-    if split.dim == 0:
+def _weighted(fit: Fit, points: np.ndarray, log_proposal: np.ndarray, server: Any) -> Corrected:
+    if not isinstance(server, Server):
+        raise ValueError(_nowhere(len(points)))
+    log_weights = np.asarray(server.log_prior, np.float64) + np.asarray(server.log_f) - log_proposal
+    log_weights = np.where(np.isfinite(log_weights), log_weights, -np.inf)
+    if not np.any(np.isfinite(log_weights)):
+        raise ValueError(_nowhere(len(points)))
+    log_evidence = float(logsumexp(log_weights) - np.log(len(points)))
+    smoothed, khat = pareto_smoothed(log_weights)
+    inner = fit.state.server.inner if isinstance(fit.state.server, Corrected) else fit.state.server
+    with jax.enable_x64(True):
+        return Corrected(inner, jnp.asarray(points), jnp.asarray(smoothed), khat, log_evidence)
+
+
+def _nowhere(num: int) -> str:
+    return (
+        f"the log density is not finite at any of {num} points around the posterior approximation: it lies outside of "
+        "the model's support. Run more rounds, and look at fit.summary()"
+    )
+
+
+def _normal(fit: Fit) -> Normal:
+    """q(z_G); an error where it is no normal."""
+    if fit.split.dim == 0:
         raise ValueError("the model has no global latents, so there is nothing to correct")
-    if hasattr(method, "normal"):
-        mean, covariance = method.normal(split, server)
-    else:
-        guide = method.family.bind(split) if hasattr(method, "family") else None
-        if not isinstance(guide, GlobalNormal):
-            what = f"nf.{fit.state.method} with {method.family!r}" if guide is not None else f"nf.{fit.state.method}"
-            raise TypeError(
-                f"fit.correct starts from a normal posterior of the globals, and {what} has another: fit with nf.EP, "
-                "nf.SEP or nf.PVI, or with nf.SFVI(model, guide=nf.guides.StructuredNormal())"
-            )
-        mean = np.asarray(guide.mean_global(server.params, server.base), np.float64)
-        covariance = np.asarray(guide.covariance(server.params, server.base), np.float64)
-    if not (np.all(np.isfinite(mean)) and np.all(np.isfinite(covariance))):
+    normal = fit.posterior.normal(fit.state.server)
+    if normal is None:
+        family = getattr(fit.posterior, "family", None)
+        what = f"nf.{fit.state.method}" + (f" with {family!r}" if family is not None else "")
+        raise TypeError(
+            f"fit.correct starts from a normal posterior of the globals, and {what} has another: fit with nf.EP, "
+            "nf.SEP or nf.PVI, or with nf.SFVI(model, guide=nf.guides.StructuredNormal())"
+        )
+    if not (np.all(np.isfinite(normal.mean)) and np.all(np.isfinite(normal.root))):
         raise ValueError("the posterior approximation is improper, so no points can be drawn from it: run more rounds")
-    return mean, covariance
+    return normal
 
 
-def _marginal(fit: "Fit", stack: Stack) -> Marginal:
+def _marginal(fit: Fit) -> Marginal:
     """How locals are integrated out: as exactly as the model allows, whatever the fit itself could afford."""
-    method = fit.method.method if isinstance(fit.method, CorrectedMethod) else fit.method
-    from numpyro_fed.methods.ep import EP
-
-    found = EP(method.model).weighting(fit.split, stack)
+    found = choose(fit.split, fit.survey)
     if found.kind == "none":
         return found
-    solver = getattr(method, "solver", None)
-    same = getattr(solver, "marginal", None) in (None, found.kind)
-    asked = (getattr(solver, "num_nodes", None) or 0) if same else 0
+    own = getattr(fit.posterior, "marginal", None)
+    asked = own.num if own is not None and own.kind == found.kind else 0
     return found._replace(num=max(found.num, asked, DRAWS if found.kind == "importance_weighted" else 1))
 
 

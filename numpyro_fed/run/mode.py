@@ -21,15 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm, Left, Phase
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.keys import digest
 from numpyro_fed.local.conditional import fit_local_laplace
+from numpyro_fed.local.start import LocalStart, WarmStart
+from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.newton import newton_step
+from numpyro_fed.precision import in_x64, to_user_dtype
 
 Array = Any
+LEAST_CURVATURE = 1e-3  # in units of the diagonal's
+LOOK = 5  # rounds between two looks at whether it has converged
 MAX_ROUNDS = 30
 MAX_DIM = 200  # above this a dense Hessian costs more than it gives
 DRAWS = 8  # of the locals, antithetic
@@ -48,14 +53,6 @@ class ServerState(NamedTuple):
     gradient: Array
     damping: Array
     gain: Array  # expected from the next step
-
-
-class SiloState(NamedTuple):
-    """The locals' normal approximation at the last point received."""
-
-    loc: dict[str, Array]  # {group: (rows, k)}
-    scale: dict[str, Array]  # {group: (rows, k)}
-    coupling: dict[str, Array]  # {group: (rows, k, d)}
 
 
 class Message(NamedTuple):
@@ -81,15 +78,15 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
     def broadcast(key: Array, server: ServerState) -> Broadcast:
         return Broadcast(server.trial)
 
-    def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
+    def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> LocalStart:
         zeros = split.zeros_local(data.mask)
-        return SiloState(
+        return LocalStart(
             split.near_zero_local(data.mask),
             jax.tree.map(jnp.ones_like, zeros),
             {group: jnp.zeros((*value.shape, d)) for group, value in zeros.items()},
         )
 
-    def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
+    def silo_step(key: Array, broadcast: Broadcast, silo: LocalStart, data: SiloData) -> tuple[Message, LocalStart]:
         x, before = broadcast.common, silo
         silo = fit_locals(split, x[:d], parts(x)[1], silo, data)
         draws = {  # the same in every round: the objective is then a fixed function
@@ -144,7 +141,7 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
         best = jnp.maximum(server.value, keep(value, server.value))
         gain = jnp.where(better, gain, jnp.inf)  # not converged while steps are refused
         server = ServerState(x, x + step, best, precision, gradient, damping, gain)
-        return server, {"loss": -value, "gain": gain}
+        return server, {"loss": -value, "_gain": gain, "_best": best}
 
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
 
@@ -163,10 +160,47 @@ def _held(split: SplitModel) -> list[tuple[int, bool]]:
     ]
 
 
-def fit_locals(split: SplitModel, z: Array, theta: dict, silo: SiloState, data: SiloData) -> SiloState:
+def fit_locals(split: SplitModel, z: Array, theta: dict, silo: LocalStart, data: SiloData) -> LocalStart:
     """The locals' normal approximation at z, from the one at another point."""
     if not split.groups:
         return silo
     frame = fit_local_laplace(split, z, theta, silo.loc, data, LOCAL_STEPS)
     # conditional sds: what a guide with independent elements would learn
-    return SiloState(frame.loc, jax.tree.map(jax.lax.rsqrt, frame.curvature), frame.coupling)
+    return LocalStart(frame.loc, jax.tree.map(jax.lax.rsqrt, frame.curvature), frame.coupling)
+
+
+def mode_phase(split: SplitModel, num_rounds: int) -> Phase:
+    """At most so many rounds; what is left is a warm start, the silos' half of which are their own states."""
+
+    def finish(left: Left, server: ServerState, info: dict[str, Any]) -> Left | None:
+        if not np.isfinite(float(server.value)):
+            return None
+        return left._replace(warm=mode_to_warm_start(split, server))
+
+    return Phase(
+        "mode",
+        remembered(lambda: newton_start(split), "mode", ByIdentity(split)),
+        num_rounds=num_rounds,
+        done=lambda info: float(info["_gain"][-1]) < CONVERGED,
+        finish=finish,
+        role="start",
+        effort="least",
+        look=LOOK,
+    )
+
+
+def mode_to_warm_start(split: SplitModel, server: ServerState) -> WarmStart:
+    """The end of mode finding as a start: its point, and the inverse of its curvature given theta."""
+    d = split.dim
+
+    @in_x64
+    def spread(precision: Array) -> tuple[Array, Array]:
+        scale = jax.lax.rsqrt(jnp.maximum(jnp.abs(jnp.diagonal(precision)), 1e-10))
+        values, vectors = jnp.linalg.eigh((precision * scale[:, None] * scale)[:d, :d])
+        inverse = (vectors / jnp.maximum(jnp.abs(values), LEAST_CURVATURE)) @ vectors.T
+        covariance = scale[:d, None] * inverse * scale[:d]
+        return jnp.linalg.cholesky(covariance), scale
+
+    chol, scale = to_user_dtype(spread(server.precision))
+    unravel = ravel_pytree(split.theta)[1]
+    return WarmStart(server.x[:d], chol, scale[:d], unravel(server.x[d:]), unravel(scale[d:]))

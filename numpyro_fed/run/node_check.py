@@ -53,7 +53,7 @@ def node_check(split: SplitModel, family: Family, marginal: Marginal, posterior:
         return cohort.num_silos / len(cohort.index) * jnp.sum(messages.shift, axis=0)
 
     def server_step(key: Array, server: Any, shift: Array) -> tuple[Any, dict]:
-        return server, {"loss": jnp.zeros(()), "node_shift": jnp.max(jnp.abs(shift))}
+        return server, {"node_shift": jnp.max(jnp.abs(shift))}
 
     nothing: Any = None
     return FederatedAlgorithm(nothing, nothing, broadcast, silo_step, aggregate, server_step)

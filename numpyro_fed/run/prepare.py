@@ -1,15 +1,78 @@
-"""A method made ready for silos of certain shapes."""
+"""From a model and silos to what a method compiles from: the partition, the certificate, the survey."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numpyro_fed.algorithm import FederatedAlgorithm
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.data.inputs import leaves
+from numpyro_fed.data.silos import Silos, at_silo
+from numpyro_fed.data.stack import Stack, stack_of
+from numpyro_fed.engines.base import Engine, Traffic
+from numpyro_fed.engines.vmap import Vmap
+from numpyro_fed.memo import remembered
+from numpyro_fed.model.build import certified
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.support import outside
+from numpyro_fed.model.survey import Survey
+from numpyro_fed.model.trace import Model, PartitionError
+from numpyro_fed.run import survey as surveys
 
 
 class Prepared(NamedTuple):
-    """A method made ready for silos of certain shapes; holds no data but the shared arguments."""
+    """All that a method compiles from, and the silos' data as engines take them."""
 
     split: SplitModel
-    algorithm: FederatedAlgorithm
-    mode: FederatedAlgorithm | None  # finds a start
-    notes: dict[str, Any]
+    survey: Survey
+    stack: Stack
+    sent: Traffic  # by the survey, all silos together
+
+
+def prepare(
+    model: Model,
+    silos: Any,
+    local: Any = None,
+    shared: Any = None,
+    engine: Engine | None = None,
+    batch_size: Callable[[SplitModel], int | None] = lambda split: None,
+) -> Prepared:
+    """The model divided over these silos (from memory, if it has met such shapes before), and what they answered.
+
+    Of a store an example is looked at: a few silos stand for all.
+    """
+    some = silos.example() if silos.lazy else silos
+    split, failed = remembered(
+        lambda: certified(model, some, local, shared),
+        *("split", model, local, shared, signature(some)),
+    )
+    stack = stack_of(silos, some, split.spec, split.partition.axes)
+    engine = engine if engine is not None and engine.holds_states else Vmap()
+    answers, sent = surveys.take(split, stack, engine, batch_size(split))
+    for site, fine in answers.supported.items():
+        if not np.all(fine):
+            silo = stack.example.names[int(np.argmin(fine))]
+            with at_silo(silo):
+                raise PartitionError(outside(split, some, silo, site))
+    if failed is not None:
+        raise failed
+    return Prepared(split, surveys.combined(split, answers, stack), stack, sent)
+
+
+def signature(silos: Silos) -> Any:
+    """Shapes, types and ints of every silo's arguments, the values of shared ones, and the precision."""
+    own = tuple(
+        (
+            name,
+            tuple(
+                (path, leaf) if isinstance(leaf, int) else (path, tuple(leaf.shape), str(leaf.dtype))
+                for path, leaf in leaves(silos.own(name))
+            ),
+        )
+        for name in silos.names
+    )
+    shared = tuple(
+        (path, leaf) if isinstance(leaf, int) else (path, leaf.shape, str(leaf.dtype), leaf.tobytes())
+        for path, leaf in leaves(silos.shared)
+    )
+    return own, shared, silos.own_counts, str(jnp.zeros(()).dtype)

@@ -1,330 +1,253 @@
-"""One run: a start, rounds in chunks, a closing round, and the watch for losses that are not finite."""
+"""The one loop: phases, one after another, over any engine.
 
-import time
+Progress, interruption, the watch for non-finite values, stale broadcasts, byte counts and history stand here and
+nowhere else. A phase says what to run (:class:`numpyro_fed.algorithm.Phase`), an engine where.
+"""
+
 import warnings
-from collections.abc import Iterable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
 from numpyro_fed import schedules
-from numpyro_fed.algorithm import FederatedAlgorithm
-from numpyro_fed.data.names import Names
-from numpyro_fed.data.silos import Silos
+from numpyro_fed.algorithm import Left, Phase, PyTree
 from numpyro_fed.data.stack import Stack
-from numpyro_fed.data.store import SiloStore
-from numpyro_fed.engines.base import sent_to, traffic
-from numpyro_fed.engines.loopback import Loopback
-from numpyro_fed.engines.stale import Held, held, stale
-from numpyro_fed.engines.streamed import Streamed
-from numpyro_fed.engines.vmap import CHUNK
-from numpyro_fed.keys import SERVER, START, digest, fold_in_name, identity
+from numpyro_fed.engines import wire
+from numpyro_fed.engines.base import Engine, Traffic, traffic
+from numpyro_fed.engines.stale import held, stale
+from numpyro_fed.keys import SERVER, digest
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.results.fit import Fit
-from numpyro_fed.results.state import CORRECTED, State
-from numpyro_fed.run import mode, warm_start
-from numpyro_fed.run.diagnose import NonFiniteError
-from numpyro_fed.run.prepare import Prepared
+from numpyro_fed.run.diagnose import NonFinite, all_finite, last_good
 
 COHORTS = digest("\0cohorts")
-CLOSING = digest("\0posterior")  # a run that goes on draws other numbers in the round of the same index
-START_CHUNK = 5  # rounds of mode finding between two looks at whether it has converged
 
 
-def _check_shapes(got: Any, expected: Any, problem: str) -> None:
-    """Both have the same structure and shapes, or an error that shows the first difference."""
-    if jax.tree.structure(got) != jax.tree.structure(expected):  # type: ignore[operator]
-        raise ValueError(f"{problem} (guide and optimiser must be the same to go on)")
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        if a.shape != b.shape:
-            raise ValueError(f"{problem} (an array of shape {a.shape} where {b.shape} is needed)")
+class Record(NamedTuple):
+    """What one phase cost."""
 
-
-def _finite(tree: Any) -> bool:
-    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return all(bool(np.all(np.isfinite(leaf))) for leaf in floats)
+    phase: str
+    rounds: int
+    bytes_up: int
+    bytes_down: int
 
 
 class Runner:
-    """One run: its engine, progress bar and history."""
+    """One run: its engine, progress bar and history.
+
+    Attributes:
+        history: rows of the rounds so far; rounds of checks have none, what they send is counted with the last one.
+        records: what each phase cost.
+        round: of the method's own rounds, those of earlier runs that this one goes on with included.
+    """
 
     def __init__(
-        self,
-        method: Any,
-        prepared: Prepared,
-        stacked: Stack,
-        engine: Any,
-        key: Any,
-        silos: Silos | SiloStore,
-        began: float,
-        bar: bool,
+        self, engine: Engine, key: Any, stack: Stack, split: SplitModel, schedule: Any, bar: bool, label: str
     ) -> None:
-        self.method, self.prepared, self.stack, self.engine, self.key = method, prepared, stacked, engine, key
-        self.silos, self.began, self.bar = silos, began, bar
+        self.engine, self.key, self.stack, self.split = engine, key, stack, split
+        self.schedule, self.bar, self.label = schedule, bar, label
         self.history: list[dict[str, np.ndarray]] = []
-        self.share = 1.0  # of the rounds in which a silo takes part
+        self.records: list[Record] = []
+        self.uncounted = Traffic(0, 0)  # what was sent before the first round
+        self.round = 0
 
-    def begin(self, num_rounds: int) -> tuple[Any, tuple]:
-        found = self._find_mode()
-        server, states = self.engine.start(self.prepared.algorithm, self.key, self.stack)
-        if found is not None:
-            server, states = self.method.adopt(self.prepared.split, server, states, found)
-        return self.method.with_rounds(server, states, num_rounds, self.share)
+    # --- phases -------------------------------------------------------------------------------------------------------
 
-    def _find_mode(self) -> Any:
-        algorithm = self.prepared.mode
-        if algorithm is None or self.stack.source is not None:  # a start is looked for among all silos
-            return None
-        key = jax.random.fold_in(self.key, digest("\0mode"))
-        server, states = self.engine.start(algorithm, key, self.stack)
-        limit = getattr(self.method, "start_rounds", mode.MAX_ROUNDS)
-        done, sent = 0, self._traffic(algorithm, server, states)
-        with tqdm(total=limit, desc="finding a start", disable=not self.bar, leave=False) as bar:
-            while done < limit:
-                count = min(START_CHUNK, limit - done)
+    def run(
+        self, phases: tuple[Phase, ...], left: Left, states: tuple | None, local: tuple | None
+    ) -> tuple[Left, tuple]:
+        """All phases.
+
+        Args:
+            phases: of the method's program; those that look for a start are left out where there is one.
+            left: a warm start, or the state of a run to go on with.
+            states: of the silos, when a run goes on; None: fresh ones.
+            local: what another fit knows of the silos' locals, as a start.
+        """
+        begun = left.warm is not None or left.server is not None
+        for phase in phases:
+            if phase.role == "start":
+                if not begun and self.engine.holds_states:  # a start is looked for among all silos
+                    left, local = self._start(phase, left)
+            elif phase.role == "rounds":
+                left, states = self._rounds(phase, left, states, local)
+            else:
+                left = self._check(phase, left, states or ())
+        return left, states or ()
+
+    def _begin(
+        self, phase: Phase, key: Any, left: Left, states: tuple | None, local: tuple | None
+    ) -> tuple[PyTree, tuple]:
+        """States of both sides, and the bytes of what the silos are given for theirs."""
+        fresh = None
+        if states is None or left.server is None:
+            fresh, states = self.engine.start(phase.algorithm, key, self.stack)
+        begun = phase.begin(left, fresh)
+        assert begun is not None, "rounds have a beginning"
+        server, given = begun
+        if self.engine.holds_states:
+            states = self.engine.in_silos(phase.begin_silo, given, self.stack, states, local)
+            if jax.tree.leaves(given):
+                self.uncounted = self.uncounted + Traffic(0, wire.num_bytes(given) * len(self.stack.names))
+        return server, states
+
+    def _start(self, phase: Phase, left: Left) -> tuple[Left, tuple]:
+        key = self._key(phase)
+        server, states = self._begin(phase, key, left, None, None)
+        sent, size = self._traffic(phase, server, states), phase.look or self.engine.chunk
+        info: dict[str, np.ndarray] = {}
+        done = 0
+        with tqdm(total=phase.num_rounds, desc="finding a start", disable=not self.bar, leave=False) as bar:
+            while done < phase.num_rounds:
+                count = min(size, phase.num_rounds - done)
                 server, states, info = self.engine.rounds(
-                    algorithm, key, self.stack, server, states, done, None, count, effort="least"
+                    phase.algorithm, key, self.stack, server, states, done, None, count, phase.effort
                 )
                 done += count
-                gain = info.pop("gain")
-                self._record(info, count, len(self.stack.names), sent, started=True)
+                self._record(info, count, len(self.stack.names), sent, phase)
                 bar.update(count)
-                if float(gain[-1]) < mode.CONVERGED:
+                if phase.done is not None and phase.done(info):
                     break
-        found = self.method.started(self.prepared.split, server, states)
+        found = phase.finish(left, server, info)
         if found is None:
-            self._raise_non_finite(algorithm, key, server, states, done, None)
-        return found
+            raise NonFinite(phase, key, server, states, done, None)
+        return found, states
 
-    def _traffic(self, algorithm: FederatedAlgorithm, server: Any, states: tuple) -> Any:
-        name = self.stack.buckets[0].names[0]
-        data = self.stack.data(name)
-        if self.stack.source is not None:
-            silo = jax.eval_shape(lambda: self._fresh(algorithm, self.key, server, name))
-        else:
-            silo = jax.tree.map(lambda leaf: leaf[0], states[0])
-        return traffic(algorithm, server, silo, data)
-
-    def _fresh(self, algorithm: FederatedAlgorithm, key: Any, server: Any, name: str) -> Any:
-        """The state with which a silo of a store begins each of its rounds."""
-        sent = sent_to(algorithm.broadcast(key, server), self.stack.names.index(name))
-        start_key = fold_in_name(jax.random.fold_in(self.key, START), identity(name))
-        return algorithm.init_silo(start_key, sent, self.stack.data(name))
-
-    def _record(self, info: dict, count: int, cohort: int, sent: Any, started: bool = False) -> None:
-        rows = dict(info)
-        rows.setdefault("bytes_up", np.full(count, cohort * sent.up))
-        rows.setdefault("bytes_down", np.full(count, cohort * sent.down))
-        rows["start"] = np.full(count, started)
-        self.history.append(rows)
-
-    def resume(self, init_state: Any, num_rounds: int) -> tuple[Any, tuple, int]:
-        given = init_state.state if isinstance(init_state, Fit) else init_state
-        if not isinstance(given, State):
-            raise TypeError(f"init_state must be a fit.state or a Fit, got a {type(init_state).__name__}")
-        lazy = [isinstance(names, Names) for names in (given.names, self.stack.names)]
-        if any(lazy):
-            if given.names != self.stack.names:
-                kinds = ["an nf.SiloStore" if one else "an nf.Silos" for one in lazy]
-                raise ValueError(
-                    f"init_state has other silos: {len(given.names)} of {kinds[0]}, where {kinds[1]} has "
-                    f"{len(self.stack.names)}, or others' names"
-                )
-        elif set(given.names) != set(self.stack.names):
-            gone = sorted(set(given.names) - set(self.stack.names))
-            new = sorted(set(self.stack.names) - set(given.names))
-            told = [f"missing now: {', '.join(gone)}"] * bool(gone) + [f"not in the state: {', '.join(new)}"] * bool(
-                new
-            )
-            raise ValueError(f"init_state has other silos: {'; '.join(told)}")
-        split, states = self.prepared.split, () if self.stack.source is not None else given.arranged(self.stack)
-        if isinstance(init_state, Fit):  # a start, whatever the method and its settings
-            found = init_state.method.found(init_state.split, given.server, states)
-            fresh, silos = self.engine.start(self.prepared.algorithm, self.key, self.stack)
-            self._check_start(found, split)
-            server, states = self.method.adopt(split, fresh, silos, found)
-            return (*self.method.with_rounds(server, states, num_rounds, self.share), 0)
-        if given.method != type(self.method).__name__:
-            raise ValueError(
-                f"init_state is of {given.method}, this is {type(self.method).__name__}: pass the Fit itself to start "
-                "from it" + (", or go on from fit.uncorrected.state" if given.method.endswith(CORRECTED) else "")
-            )
-        order = list(range(len(given.names)))
-        if given.names != self.stack.names:
-            order = [given.names.index(name) for name in self.stack.names]
-        given = given._replace(server=self.method.reordered(given.server, order))
-        shapes = jax.eval_shape(lambda: self.engine.start(self.prepared.algorithm, self.key, self.stack))
-        hint = "init_state was made with other settings or data; pass the Fit itself to start from it"
-        _check_shapes((given.server, states), shapes, hint)
-        return (*self.method.with_rounds(given.server, states, num_rounds, self.share), given.round)
-
-    def _check_start(self, found: warm_start.Found, split: SplitModel) -> None:
-        """A fit of another model or of other data is no start for this one."""
-        problem = "init_state is of another model or data"
-        _check_shapes(found.loc, jax.ShapeDtypeStruct((split.dim,), jnp.zeros(()).dtype), problem)
-        zeros = lambda bucket: jax.eval_shape(partial(split.zeros_locals, num=len(bucket.names)), bucket.mask)
-        shapes = tuple(zeros(bucket) for bucket in self.stack.buckets)
-        for local, expected in zip(found.local, shapes, strict=False):
-            _check_shapes(local.loc, expected, problem)
-
-    def rounds(self, server: Any, states: tuple, first: int, num_rounds: int, schedule: Any) -> Fit:
-        algorithm, names = self.prepared.algorithm, self.stack.names
-        sweep = schedules.sweep(schedule, names)
-        if schedules.stale(schedule):
-            key = jax.random.fold_in(jax.random.fold_in(self.key, first), SERVER)
-            server, algorithm = held(algorithm, server, key, len(names)), stale(algorithm, len(names))
-        sent = self._traffic(algorithm, server, states)
+    def _rounds(self, phase: Phase, left: Left, states: tuple | None, local: tuple | None) -> tuple[Left, tuple]:
+        names, schedule, late = self.stack.names, self.schedule, schedules.stale(self.schedule)
+        server, states = self._begin(phase, self.key, left, states, local)
+        if late:
+            key = jax.random.fold_in(jax.random.fold_in(self.key, self.round), SERVER)
+            server = held(phase.algorithm, server, key, len(names))
+            phase = phase._replace(algorithm=stale(phase.algorithm, len(names)))
+        sent = self._traffic(phase, server, states)
         cohort_key = jax.random.fold_in(self.key, COHORTS)
-        size = max(1, (16 if isinstance(self.engine, Loopback) else CHUNK) // self.method.steps_per_round)
-        if isinstance(self.engine, Streamed):
-            size = self.engine.chunk
-        if self.method.stops:
-            size = min(size, sweep)
-        done = 0
-        with tqdm(total=num_rounds, desc=type(self.method).__name__, disable=not self.bar, unit="round") as bar:
+        info: dict[str, np.ndarray] = {}
+        size, done, interrupted = phase.look or self.engine.chunk, 0, False
+        with tqdm(total=phase.num_rounds, desc=self.label, disable=not self.bar, unit="round") as bar:
             try:
-                while done < num_rounds:
-                    count = min(size, num_rounds - done)
-                    cohorts = schedule.cohorts(cohort_key, names, first + done, count)
-                    good, effort = (server, states), self.method.effort
-                    server, states, info = self.engine.rounds(
-                        algorithm, self.key, self.stack, server, states, first + done, cohorts, count, effort
-                    )
-                    bad = np.flatnonzero(~np.isfinite(info["loss"]))
-                    if not bad.size and not _finite(server):  # a loss can be that of the round's beginning
+                while done < phase.num_rounds:
+                    count = min(size, self.engine.chunk, phase.num_rounds - done)
+                    cohorts = schedule.cohorts(cohort_key, names, self.round, count)
+                    chunk = (phase.algorithm, self.key, self.stack, server, states, self.round, cohorts)
+                    after = self.engine.rounds(*chunk, count, phase.effort)
+                    bad = np.flatnonzero(~np.isfinite(after[2]["loss"]))
+                    if not bad.size and not all_finite(after[0]):  # a loss can be that of the round's beginning
                         bad = np.array([count])
+                    asked = len(names) if cohorts is None else cohorts.shape[1]
                     if bad.size:
-                        self._stop_at_last_good(algorithm, good, first + done, cohorts, int(bad[0]), sent)
-                    self._record(info, count, len(names) if cohorts is None else cohorts.shape[1], sent)
+                        good, (server, states, info) = last_good(self.engine, chunk, int(bad[0]), phase.effort)
+                        if good:
+                            self._record(info, good, asked, sent, phase)
+                        self.round += good
+                        members = None if cohorts is None or good >= len(cohorts) else cohorts[good]
+                        raise NonFinite(phase, self.key, server, states, self.round, members)
+                    server, states, info = after
+                    self._record(info, count, asked, sent, phase)
                     done += count
+                    self.round += count
                     bar.update(count)
                     bar.set_postfix(loss=f"{float(np.mean(info['loss'][-100:])):.4g}")
-                    if self.method.stops and done < num_rounds and self.method.settled(info):
+                    if phase.done is not None and done < phase.num_rounds and phase.done(info):
                         if self.bar:
                             bar.write(f"nothing moves any more after {done} rounds")
                         break
-                server = self._close(
-                    server.server if isinstance(server, Held) else server, states, first + done, schedule
-                )
             except KeyboardInterrupt:
-                bar.write(
-                    f"stopped after {done} of {num_rounds} rounds; this is the fit so far{self.method.unfinished}"
-                )
-        return self._fit(server, states, first + done)
+                interrupted = True
+                bar.write(f"stopped after {done} of {phase.num_rounds} rounds; this is the fit so far")
+        server = server.server if late else server
+        if interrupted or not done:
+            return left._replace(server=server, interrupted=interrupted), states
+        found = phase.finish(left, server, info)
+        assert found is not None, "rounds that were done are finite"
+        return found, states
 
-    def _close(self, server: Any, states: tuple, at: int, schedule: Any) -> Any:
-        """The server after the closing round, if the method has one; what it sends is counted with the last round."""
-        names = self.stack.names
-        algorithm = self.method.closing(self.prepared, server, names)
-        if algorithm is None:
-            return server
-        cohorts, cohort_key = None, jax.random.fold_in(self.key, COHORTS)
-        if isinstance(schedule, schedules.Sampled) or self.stack.source is not None:
-            cohorts = schedule.cohorts(cohort_key, names, at, 1)
-        usual = len(names) if cohorts is None else cohorts.shape[1]
-        asked = self.method.asked(self.prepared, len(names), usual)
-        if asked != usual:
-            cohorts = schedules.sampled(asked).cohorts(cohort_key, names, at, 1)
-        key = jax.random.fold_in(self.key, CLOSING)
-        begin = self.method.opening(self.prepared, server, asked)
-        sent = self._traffic(algorithm, begin, states)
-        after, _, info = self.engine.rounds(algorithm, key, self.stack, begin, states, at, cohorts, 1, effort="least")
-        for name, size in (("bytes_up", sent.up), ("bytes_down", sent.down)):
-            last = np.array(self.history[-1][name])
-            last[-1] += asked * size
-            self.history[-1][name] = last
-        if not _finite(after):
+    def _check(self, phase: Phase, left: Left, states: tuple) -> Left:
+        """One more look at the end; what it sends is counted with the last round."""
+        if left.interrupted:
+            if phase.lacks and self.bar:
+                tqdm.write(f"the last look was left out{phase.lacks}")
+            return left
+        names, key = self.stack.names, self._key(phase)
+        begun = phase.begin(left, None)
+        if begun is None:
+            return left
+        server, cohorts, cohort_key = begun.server, None, jax.random.fold_in(self.key, COHORTS)
+        if getattr(self.schedule, "random", False) or not self.engine.holds_states:
+            cohorts = self.schedule.cohorts(cohort_key, names, self.round, 1)
+        asked = len(names) if cohorts is None else cohorts.shape[1]
+        if phase.cohort is not None and phase.cohort != asked:
+            asked = phase.cohort
+            cohorts = schedules.sampled(asked).cohorts(cohort_key, names, self.round, 1)
+        sent = self._traffic(phase, server, states)
+        try:
+            server, _, info = self.engine.rounds(
+                phase.algorithm, key, self.stack, server, states, self.round, cohorts, 1, phase.effort
+            )
+        except KeyboardInterrupt:
+            return left._replace(interrupted=True)
+        self.records.append(Record(phase.name, 1, asked * sent.up, asked * sent.down))
+        self._count(asked * sent, at=-1)
+        found = phase.finish(left, server, info) if all_finite(server) else None
+        if found is None:
             warnings.warn(
                 "what some silo sent in the closing round was not finite, so it was left out: the fit is that of the "
-                f"round before{self.method.unfinished}",
-                stacklevel=4,
+                f"round before{phase.lacks}",
+                stacklevel=5,
             )
-            return server
-        server = self.method.closed(self.prepared, server, after, asked)
-        self.method.conclude(self.prepared, info)
-        return server
+            return left
+        return found
 
-    def _stop_at_last_good(
-        self, algorithm: FederatedAlgorithm, good: tuple, first: int, cohorts: Any, bad: int, sent: Any
-    ) -> None:
-        """Run the chunk again up to the round whose message was not finite; a gradient can be so before the loss is."""
-        for count in range(bad, -1, -1):
-            server, states, info = self.engine.rounds(
-                algorithm, self.key, self.stack, *good, first, cohorts, count, self.method.effort
-            )
-            if _finite((server, states)):
-                break
-        if count:
-            self._record(info, count, len(self.stack.names) if cohorts is None else cohorts.shape[1], sent)
-        members = None if cohorts is None or count >= len(cohorts) else cohorts[count]
-        self._raise_non_finite(algorithm, self.key, server, states, first + count, members)
+    # --- what is counted ----------------------------------------------------------------------------------------------
 
-    def _fit(self, server: Any, states: tuple, last: int) -> Fit:
-        server = server.server if isinstance(server, Held) else server
-        history = {name: self._column(name) for name in dict.fromkeys(n for rows in self.history[::-1] for n in rows)}
-        state = State(
-            type(self.method).__name__,
-            self.stack.names,
-            () if self.stack.source is not None else tuple(b.names for b in self.stack.buckets),
-            server,
-            states,
-            last,
-        )
-        seconds = time.perf_counter() - self.began
-        buckets = () if self.stack.source is not None else self.stack.buckets
-        padded = tuple({axis: mask.shape[-1] for axis, mask in bucket.mask.items()} for bucket in buckets)
-        return Fit(self.method, self.prepared.split, state, history, seconds, padded, self.silos)
+    def _key(self, phase: Phase) -> Any:
+        return jax.random.fold_in(self.key, digest(f"\0{phase.name}"))
+
+    def _traffic(self, phase: Phase, server: PyTree, states: tuple) -> Traffic:
+        """Of one silo in one round, from shapes alone."""
+        data = self.stack.shapes(0)
+        if self.engine.holds_states:
+            silo = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), states[0])
+        else:
+            silo = None
+        return traffic(phase.algorithm, server, silo, data)
+
+    def _record(self, info: dict, count: int, cohort: int, sent: Traffic, phase: Phase) -> None:
+        rows = {name: column for name, column in info.items() if not name.startswith("_")}
+        rows.setdefault("bytes_up", np.full(count, cohort * sent.up))
+        rows.setdefault("bytes_down", np.full(count, cohort * sent.down))
+        rows["start"] = np.full(count, phase.role == "start")
+        self.history.append(rows)
+        if self.uncounted != Traffic(0, 0):
+            self._count(self.uncounted, at=0, rows=rows)
+            self.uncounted = Traffic(0, 0)
+        up, down = (int(np.sum(rows[name])) for name in ("bytes_up", "bytes_down"))
+        if self.records and self.records[-1].phase == phase.name:
+            last = self.records.pop()
+            count, up, down = count + last.rounds, up + last.bytes_up, down + last.bytes_down
+        self.records.append(Record(phase.name, count, up, down))
+
+    def _count(self, sent: Traffic, at: int, rows: dict | None = None) -> None:
+        """Add to a round what was sent beside it."""
+        rows = (self.history[-1] if self.history else None) if rows is None else rows
+        if rows is None:
+            self.uncounted = self.uncounted + sent
+            return
+        for name, size in (("bytes_up", sent.up), ("bytes_down", sent.down)):
+            column = np.array(rows[name])
+            column[at] += size
+            rows[name] = column
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """The history: each quantity over all rounds, NaN in rounds that do not have it."""
+        names = dict.fromkeys(name for rows in self.history[::-1] for name in rows)
+        return {name: self._column(name) for name in names}
 
     def _column(self, name: str) -> np.ndarray:
-        """One quantity over all rounds; NaN in rounds (of the start) that do not have it."""
         like = next(rows[name] for rows in self.history if name in rows)
 
         def column(rows: dict[str, np.ndarray]) -> np.ndarray:
             return rows[name] if name in rows else np.full((len(rows["loss"]), *like.shape[1:]), np.nan)
 
         return np.concatenate([column(rows) for rows in self.history])
-
-    def _raise_non_finite(
-        self, algorithm: FederatedAlgorithm, key: Any, server: Any, states: tuple, at: int, cohort: Any
-    ) -> None:
-        """Name the silos whose message is not finite, and the sites in them; hand over the last good fit."""
-        round_key = jax.random.fold_in(key, at)
-        sent = algorithm.broadcast(jax.random.fold_in(round_key, SERVER), server)
-        names = self.stack.names if cohort is None else [self.stack.names[j] for j in np.asarray(cohort).tolist()]
-        culprits = []
-        for name in names:
-            if self.stack.source is not None:
-                state = self._fresh(algorithm, jax.random.fold_in(round_key, SERVER), server, name)
-            else:
-                b, position = self.stack.place(name)
-                state = jax.tree.map(lambda leaf, position=position: leaf[position], states[b])
-            silo_key = fold_in_name(round_key, identity(name))
-            message, _ = algorithm.silo_step(
-                silo_key, sent_to(sent, self.stack.names.index(name)), state, self.stack.data(name)
-            )
-            if not all(bool(np.all(np.isfinite(leaf))) for leaf in jax.tree.leaves(message)):
-                sites = self._bad_sites(algorithm, name, server, state)
-                culprits.append(f"{name!r} ({', '.join(sites) or 'its gradient'})")
-        where = f"silo {', '.join(culprits)}" if culprits else "the server's prior term"
-        error = NonFiniteError(
-            f"the loss is not finite at round {at}, from {where}. Standardise the data, check the distributions' "
-            f"parameters, or {self.method.remedy}. The error's .fit is the last good state."
-        )
-        if algorithm is not self.prepared.mode:
-            error.fit = self._fit(server, states, at)
-        raise error
-
-    def _bad_sites(self, algorithm: FederatedAlgorithm, name: str, server: Any, state: Any) -> Iterable[str]:
-        split, data = self.prepared.split, self.stack.data(name)
-        if algorithm is not self.prepared.mode:
-            server = server.server if isinstance(server, Held) else server
-            z, z_local, theta = self.method.point(split, server, state, data)
-        else:
-            z, z_local, theta = jnp.zeros(split.dim), split.zeros_local(data.mask), split.theta
-        for site, term in split.evaluate(z, z_local, theta, data).terms.items():
-            if not bool(np.all(np.isfinite(term))):
-                yield f"site {site!r}"

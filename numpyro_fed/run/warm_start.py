@@ -1,46 +1,34 @@
-"""Where a run may start: what mode finding, or another fit, found."""
+"""Any fit as the start of another run."""
 
-from typing import Any, NamedTuple
-
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
+from numpyro_fed.algorithm import Posterior, PyTree
+from numpyro_fed.local.start import WarmStart
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.run.mode import ServerState, SiloState
 
-Array = Any
-
-
-class Source(NamedTuple):
-    """A fit's own parameters: a run with the same guide goes on from q itself."""
-
-    family: Any
-    params: Any
-    base: Any
-    aid: Any
-    local: tuple  # (params, base) by bucket, stacked
+DRAWS = 1000  # of a posterior that cannot tell its moments
+LEAST_SD = 1e-3  # a point has no spread, but a start needs one
 
 
-class Found(NamedTuple):
-    """Where a run may start: a normal over the globals, theta, and each silo's locals (by bucket, stacked)."""
-
-    loc: Array  # (d,)
-    chol: Array | None  # (d, d), of the covariance; None when only sds are known
-    sd: Array  # (d,): conditional, as a guide with independent coordinates would have them
-    theta: dict[str, Array]  # unconstrained
-    theta_sd: dict[str, Array]
-    local: tuple[SiloState, ...]
-    source: Source | None = None
-
-
-def found(split: SplitModel, server: ServerState, silos: tuple[SiloState, ...]) -> Found:
-    """The end of mode finding as a start: its point, and the inverse of its curvature given theta."""
-    precision, d = np.asarray(server.precision, np.float64), split.dim
-    scale = 1 / np.sqrt(np.maximum(np.abs(np.diagonal(precision)), 1e-10))
-    values, vectors = np.linalg.eigh((precision * scale[:, None] * scale)[:d, :d])
-    values = np.maximum(np.abs(values), 1e-3)
-    covariance = scale[:d, None] * ((vectors / values) @ vectors.T) * scale[:d]
-    unravel = ravel_pytree(split.theta)[1]
-    x, chol, sd = (jnp.asarray(value, server.x.dtype) for value in (server.x, np.linalg.cholesky(covariance), scale))
-    return Found(x[:d], chol, sd[:d], unravel(x[d:]), unravel(sd[d:]), silos)
+def warm_start(posterior: Posterior, split: SplitModel, server: PyTree) -> WarmStart:
+    """The server's half: what the posterior says itself (``to_warm_start``), or its moments."""
+    if hasattr(posterior, "to_warm_start"):
+        return posterior.to_warm_start(server)
+    normal, theta = posterior.normal(server), posterior.theta(server)
+    dtype = jnp.zeros(()).dtype
+    units = jax.tree.map(jnp.ones_like, theta)
+    if normal is not None:
+        mean, covariance = np.asarray(normal.mean, np.float64), normal.covariance
+    else:
+        keys = jax.random.split(jax.random.key(0), DRAWS)
+        draws = np.asarray(jax.vmap(lambda key: posterior.sample(key, server))(keys), np.float64)
+        mean, sds = draws.mean(axis=0), np.maximum(draws.std(axis=0), LEAST_SD)
+        if 4 * split.dim > DRAWS:
+            return WarmStart(jnp.asarray(mean, dtype), None, jnp.asarray(sds, dtype), theta, units)
+        covariance = np.atleast_2d(np.cov(draws.T)) + np.diag(1e-6 * sds**2 + LEAST_SD**2)
+    chol = np.linalg.cholesky(covariance)
+    sd = 1 / np.sqrt(np.diagonal(np.linalg.inv(covariance)))
+    loc, lower, spread = (jnp.asarray(x, dtype) for x in (mean, chol, sd))
+    return WarmStart(loc, lower, spread, theta, units)

@@ -49,6 +49,7 @@ class HMC(BaseSolver):
     step_size: float | None = None
     stein: bool = True
     name = "hmc"
+    samples_locals = True
     noisy = True
     samples_locals = True
 

@@ -177,7 +177,7 @@ class Identity(Linear):
         if factor.num_obs is None:  # the server's prior holds no observations
             place = place_at(at, cavity, factor, frame)
             return _natural(tilted.family, at, cavity, curvature(key, place.log_f, at.mean.shape))
-        information = jnp.broadcast_to(self.scale * factor.num_obs, at.mean.shape) * to_user_dtype(at.root) ** 2
+        information = jnp.broadcast_to(self.scale * factor.num_obs(), at.mean.shape) * to_user_dtype(at.root) ** 2
         return _natural(tilted.family, at, cavity, information)
 
 

@@ -1,4 +1,4 @@
-r"""Amortised guides: an encoder reads a row's data and gives its q.
+r"""Amortized guides: an encoder reads a row's data and gives its q.
 
 .. math:: q(z_i \mid y_i, z_G) = N(m_\phi(y_i), \mathrm{diag}\, s_\phi(y_i)^2)
 
@@ -87,7 +87,7 @@ def _from_nnx(module: Any) -> Encoder:
 
 
 @dataclass(frozen=True, repr=False)
-class Amortised(GlobalNormal):
+class Amortized(GlobalNormal):
     """A normal over the globals, and an encoder that gives each local row's q from the row's own data.
 
     Args:
@@ -104,8 +104,8 @@ class Amortised(GlobalNormal):
 
     Example:
         >>> from flax import nnx
-        >>> Amortised(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), inputs=["y"])
-        Amortised(Linear, inputs=('y',), global_cov='full')
+        >>> Amortized(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), inputs=["y"])
+        Amortized(Linear, inputs=('y',), global_cov='full')
     """
 
     encoder: Any
@@ -140,13 +140,13 @@ class Amortised(GlobalNormal):
             "global_guide": self.global_guide,
         }
         told = [f"{name}={value!r}" for name, value in shown.items() if value]
-        return f"Amortised({', '.join([kind, *told, f'global_cov={self.global_cov!r}'])})"
+        return f"Amortized({', '.join([kind, *told, f'global_cov={self.global_cov!r}'])})"
 
     def __hash__(self) -> int:
         return hash((id(self.encoder), self.inputs, self.use_globals, self.global_cov, self.rank, self.global_guide))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Amortised) and self.encoder is other.encoder and hash(self) == hash(other)
+        return isinstance(other, Amortized) and self.encoder is other.encoder and hash(self) == hash(other)
 
     def bind(self, split: SplitModel) -> Any:
         """The guide for one model."""
@@ -161,20 +161,20 @@ class Amortised(GlobalNormal):
         if len(split.groups) > 1 or len(split.groups[0].axes) != 1:
             where = ", ".join(g.name for g in split.groups)
             raise ValueError(
-                f"Amortised encodes the rows of one silo plate; this model has local latents along {where}. Use "
+                f"Amortized encodes the rows of one silo plate; this model has local latents along {where}. Use "
                 "nf.guides.StructuredNormal(), or marginalise some of them."
             )
         given, group = self._arguments(split), split.groups[0]
         if not given:
             raise ValueError(
-                f"Amortised: local latents lie along {group.name!r}, and no argument has a row for each of them, so "
+                f"Amortized: local latents lie along {group.name!r}, and no argument has a row for each of them, so "
                 "there is nothing to encode. Use nf.guides.StructuredNormal()."
             )
         if self.inputs is not None and not callable(self.inputs):
             wrong = [name for name in self.inputs if name not in given]
             if wrong:
                 raise ValueError(
-                    f"Amortised: inputs= names {wrong[0]!r}, but the arguments with a row for each of {group.name!r} "
+                    f"Amortized: inputs= names {wrong[0]!r}, but the arguments with a row for each of {group.name!r} "
                     f"are {', '.join(given)}"
                 )
         row = jnp.zeros(self._row_size(split))
@@ -183,12 +183,12 @@ class Amortised(GlobalNormal):
             shape = jax.eval_shape(self.functions.apply, weights, row).shape  # type: ignore[attr-defined]
         except Exception as error:
             raise ValueError(
-                f"Amortised: the encoder cannot read a row of {row.size} numbers ({', '.join(given)}"
+                f"Amortized: the encoder cannot read a row of {row.size} numbers ({', '.join(given)}"
                 f"{' and z_G' if self.use_globals else ''}): {str(error).strip().splitlines()[0]}"
             ) from error
         if shape != (2 * group.size,):
             raise ValueError(
-                f"Amortised: the encoder gives an output of shape {shape} where ({2 * group.size},) is needed: a mean "
+                f"Amortized: the encoder gives an output of shape {shape} where ({2 * group.size},) is needed: a mean "
                 f"and a log-scale for each of the {group.size} local latents of a row "
                 f"({', '.join(site.name for site in group.sites)})"
             )
@@ -227,11 +227,11 @@ class Amortised(GlobalNormal):
         return jnp.concatenate([by_row[name].reshape(rows, -1).astype(jnp.zeros(()).dtype) for name in names], axis=1)
 
 
-class _Bound(Amortised):
+class _Bound(Amortized):
     """An amortised guide with its model."""
 
     split: SplitModel
-    family: Amortised
+    family: Amortized
 
     def start_aid(self, key: Array, split: SplitModel) -> dict[str, Any]:
         """The encoder's weights at the start."""

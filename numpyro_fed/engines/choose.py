@@ -1,0 +1,43 @@
+"""Which engine suits which silos."""
+
+from typing import Any
+
+from numpyro_fed.engines.base import Engine
+from numpyro_fed.engines.streamed import Streamed
+from numpyro_fed.engines.vmap import Vmap
+
+MOST_AT_ONCE = 1000  # silos of a store that may take part in one round without the user's saying so
+
+
+def default_engine(silos: Any) -> Engine:
+    """All silos in one program, or each cohort read from a store."""
+    return Streamed() if silos.lazy else Vmap()
+
+
+def check_engine(engine: Any, method: str, stateless: bool, silos: Any, everyone: bool, stale: bool) -> Engine:
+    """The engine, if it goes with the silos, the method and the schedule; else an error that says what to type."""
+    if not isinstance(engine, Engine):
+        got = repr(engine) if isinstance(engine, str) else f"a {type(engine).__name__}"
+        raise TypeError(f"engine must be an engine such as nf.engines.Vmap(), got {got}")
+    name = f"nf.engines.{type(engine).__name__}"
+    if not silos.lazy:
+        if not engine.holds_states:
+            raise TypeError(f"{name} reads from an nf.SiloStore, got nf.Silos: leave engine= out")
+        return engine
+    if not stateless:
+        raise TypeError(
+            f"silos of nf.{method} keep a state between rounds, so it needs an nf.Silos, got an nf.SiloStore: use "
+            "nf.FedPA, nf.FedAvg or nf.SEP, or hold the data in memory, nf.Silos({name: arguments})"
+        )
+    if engine.holds_states:
+        raise TypeError(
+            f"{name} needs all data in memory, got an nf.SiloStore: leave engine= out, or pass "
+            "engine=nf.engines.Streamed()"
+        )
+    if (everyone and silos.num_silos > MOST_AT_ONCE) or stale:
+        raise ValueError(
+            f"with {silos.num_silos} silos in a store, "
+            + ("the server cannot hold what each received last" if stale else "all of them would be read each round")
+            + ": pass schedule=nf.schedules.sampled(100)"
+        )
+    return engine

@@ -1,0 +1,132 @@
+r"""The posterior that a guide stands for: :math:`q(z_G) \prod_j q(z_{Lj} \mid z_G)`."""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_fed.algorithm import Key, PyTree
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.guides.normal import GlobalBase, GlobalNormal
+from numpyro_fed.local import conditional
+from numpyro_fed.local.bound import Weighting, silo_bound
+from numpyro_fed.local.start import LocalStart, WarmStart
+from numpyro_fed.model.rows import Components
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.normal.gaussian import Normal
+
+Array = jax.Array
+
+
+class GuideServer(Protocol):
+    """What of a server's state the guide is in."""
+
+    @property
+    def params(self) -> dict[str, Any]: ...  # of q(z_G), and what all silos share of q(z_L | z_G)
+    @property
+    def theta(self) -> dict[str, Any]: ...  # in units of theta_base
+    @property
+    def base(self) -> GlobalBase: ...
+    @property
+    def theta_base(self) -> tuple[dict[str, Any], dict[str, Any]]: ...  # location, scale
+
+
+class GuideSilo(Protocol):
+    """What of a silo's state the guide is in."""
+
+    @property
+    def params(self) -> Any: ...  # of q(z_L | z_G)
+    @property
+    def base(self) -> Any: ...
+    @property
+    def components(self) -> Components | None: ...
+
+
+def theta_of(server: GuideServer) -> dict[str, Any]:
+    """The model's params, unconstrained, in their own units."""
+    location, scale = server.theta_base
+    return jax.tree.map(lambda a, b, t: a + b * t, location, scale, server.theta)
+
+
+class GuidePosterior:
+    """A guide for one model.
+
+    Args:
+        split: the model.
+        guide: :class:`~numpyro_fed.guides.StructuredNormal`, :class:`~numpyro_fed.guides.Amortized` or another.
+        weighting: how the bound weighs a silo's rows; None where that is not known, and then there is no bound.
+        moving_centre: the locals move around the guide's mean; else around the start's centre.
+    """
+
+    def __init__(
+        self, split: SplitModel, guide: Any, weighting: Weighting | None = None, moving_centre: bool = True
+    ) -> None:
+        self.split, self.family, self.guide = split, guide, guide.bind(split)
+        self.weighting, self.moving_centre = weighting, moving_centre
+        self.reads_data = bool(split.groups) and bool(self.guide.needs_data)
+        named = getattr(guide, "argument_names", None)
+        self.inputs: tuple[str, ...] = () if named is None or not split.groups else named(split)
+
+    def own(self, silo: PyTree) -> GuideSilo:
+        """The guide's part of a silo's state."""
+        return silo
+
+    def context(self, server: GuideServer) -> Any:
+        """What of the guide over the globals the silos need."""
+        return (self.guide.aid if self.moving_centre else self.guide.fixed_aid)(server.params, server.base)
+
+    def sample(self, key: Key, server: GuideServer) -> Array:
+        return self.sample_with_log_prob(key, server)[0]
+
+    def sample_with_log_prob(self, key: Key, server: GuideServer) -> tuple[Array, Array]:
+        return self.guide.path(server.params, server.base, self.guide.draw_global(key, self.split.dim))
+
+    def sample_local(self, key: Key, z: Array, server: GuideServer, silo: PyTree, data: SiloData) -> dict[str, Array]:
+        split, guide, own, context = self.split, self.guide, self.own(silo), self.context(server)
+        if not split.groups:
+            return {}
+        if guide.arbitrary:
+            theta = theta_of(server)
+            return guide.draw_with_density(key, split, own.params, own.base, z, context, theta, data)[0]
+        eps = jax.tree.map(lambda leaf: leaf[0], conditional.draw_rows(key, split, data.mask, 1))
+        return conditional.sample(guide.condition(own.params, own.base, z, context, data), eps)
+
+    def theta(self, server: GuideServer) -> dict[str, Any]:
+        return theta_of(server)
+
+    def normal(self, server: GuideServer) -> Normal | None:
+        guide, params, base = self.guide, server.params, server.base
+        if not isinstance(guide, GlobalNormal):
+            return None
+        mean, scale = guide.mean_global(params, base), jnp.exp(params["log_scale"])
+        if guide.global_cov == "full":
+            unit = jnp.tril(params["tril"], -1) + jnp.eye(self.split.dim)
+            return Normal(mean, base.scale @ (scale[:, None] * unit))
+        factor = (base.scale[:, None] * params["factor"]).T if guide.global_cov == "low_rank" else None
+        return Normal(mean, base.scale * scale, factor)
+
+    def silo_elbo(self, key: Key, z: Array, server: GuideServer, silo: PyTree, data: SiloData) -> Array:
+        if self.weighting is None:
+            raise ValueError("how a silo's rows lie is not known, so neither is the bound: fit the model to the silos")
+        own, context, theta = self.own(silo), self.context(server), theta_of(server)
+        return silo_bound(
+            *(self.split, self.guide, self.weighting, key, own.params, own.base),
+            *(z, context, theta, data, own.components),
+        ).value
+
+    # --- as the start of another run --------------------------------------------------------------------------------
+
+    def to_warm_start(self, server: GuideServer) -> WarmStart:
+        loc, chol, sd = self.guide.moments(server.params, server.base)
+        source = (self.family, server.params, server.base)
+        return WarmStart(loc, chol, sd, theta_of(server), server.theta_base[1], self.context(server), source)
+
+    def local_start(self, warm: WarmStart, silo: PyTree) -> LocalStart | None:
+        """None where silos keep nothing of the guide; a guide that reads the data has its parameters alone to give."""
+        own, guide = self.own(silo), self.guide
+        if not self.split.groups or not guide.local_params:
+            return None
+        if guide.needs_data:
+            return LocalStart({}, {}, {}, (own.params, own.base))
+        loc, scale, coupling = guide.summary_local(own.params, own.base, warm.loc, warm.context)
+        return LocalStart(loc, scale, coupling, (own.params, own.base))

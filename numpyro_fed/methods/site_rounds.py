@@ -1,0 +1,240 @@
+r"""A round of EP or PVI: cavity, tilted distribution, projection; and what the server accepts of it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.local.integrate import Marginal, plain_factor, silo_factor, start_frame
+from numpyro_fed.local.minibatch import Batching
+from numpyro_fed.model.observations import num_observations
+from numpyro_fed.model.rows import components_of
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.survey import Survey
+from numpyro_fed.normal import sites, trust
+from numpyro_fed.normal.families import Family, Natural, power, product, quotient
+from numpyro_fed.normal.prior import Prior
+from numpyro_fed.normal.sites import Sites
+from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
+from numpyro_fed.solvers import Solver, Tilted
+
+Array = Any
+RESTLESS = 0.5  # a round that takes back more than this share of the last one's (squared) move
+SHORTER, LEAST_STEP = 0.7, 0.1  # is answered by shorter steps
+UNHEARD = 1e30  # how far a silo that was never heard might move the posterior
+
+
+class Server(NamedTuple):
+    sites: Sites
+    visits: Array  # int (J,): how often each silo was heard
+    moving: Array  # (J,): how far the posterior moved, in sds, when each silo was last heard
+    values: Array  # (J + 1,): log E_q[f / t] of each silo's factor, as last heard, and of the prior
+    step: Array  # how much of a change is accepted
+    first_step: Array  # how much of a silo's first
+    calming: Array  # bool: steps fall with visits, as solvers' noise asks for
+    wary: Array  # bool: steps are shortened when the posterior swings to and fro
+    last: Array  # (2 d,): the last round's move of each mean and log sd, in sds
+    opt_state: Any
+    own: Any  # what the solver keeps for the prior
+    total: Any = ()  # where sites are tied: observations in all silos, as far as they are known; float64
+    heard: Any = ()  # (2,): observations and messages so far, from which the total is guessed where it is not known
+
+
+class SiloState(NamedTuple):
+    """Private to the silo."""
+
+    frame: Any  # where locals are looked for
+    kept: Any  # locals given the globals, for draws
+    own: Any  # what the solver keeps
+    components: Any
+
+
+class Sent(NamedTuple):
+    """All that a silo receives, with its own site."""
+
+    q: Natural
+    warming_up: Array  # bool: not every silo has been heard yet
+    site: Any = ()  # the one of all silos, where sites are tied: a silo owns the share n_j / N of it
+    total: Any = ()  # N, there
+
+
+class Message(NamedTuple):
+    """All that leaves a silo: how its site should change."""
+
+    change: Natural
+    value: Array  # log E_q[f / t]
+    ess: Array  # effective share of the solver's points
+    ok: Array  # bool: the solver trusts its answer
+    rows: Any = ()  # where sites are tied: the silo's number of observations
+
+
+def site_rounds(
+    split: SplitModel,
+    family: Family,
+    solver: Solver,
+    marginal: Marginal,
+    prior: Prior,
+    survey: Survey,
+    tied: bool = False,
+    batching: Batching | None = None,
+    optim: Any = None,
+) -> FederatedAlgorithm:
+    """The method as pure functions; see :mod:`numpyro_fed.algorithm`.
+
+    Args:
+        tied: one site for all, of which a silo owns the share n_j / N; else a site each.
+        optim: the server's optimiser over natural parameters, or None.
+    """
+    d, num = split.dim, survey.num_silos
+
+    def init(key: Array) -> Server:
+        flat = family.flat(d)
+        if tied:
+            each = flat
+        else:
+            each = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num, *leaf.shape)), flat)
+        values = jnp.zeros(num + 1).at[-1].set(prior.log_constant)
+        with jax.enable_x64(True):
+            opt_state = () if optim is None else optim.init(flat)
+            step = jnp.ones((), jnp.float64)
+            counts = jnp.asarray(survey.total, jnp.float64), jnp.zeros(2, jnp.float64)
+        visits = jnp.zeros(num, jnp.int32)
+        return Server(
+            Sites(prior.factor, each),
+            visits,
+            jnp.full(num, UNHEARD),
+            values,
+            step,
+            step,
+            jnp.zeros((), bool),
+            jnp.zeros((), bool),
+            jnp.zeros(2 * d),
+            opt_state,
+            solver.init_state(family, prior.factor),
+            *(counts if tied else ()),
+        )
+
+    def warming_up(server: Server, q: Natural) -> Array:
+        return jnp.any(server.visits == 0) | ~family.proper(q)
+
+    def broadcast(key: Array, server: Server) -> Broadcast:
+        q = sites.posterior(server.sites, tied)
+        packed = family.pack(q), warming_up(server, q)
+        if tied:
+            return Broadcast(Sent(*packed, family.pack(server.sites.each), server.total))
+        return Broadcast(Sent(*packed), family.pack(server.sites.each))
+
+    def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
+        frame, found = start_frame(split, data), components_of(split, data) if marginal.rows == "indexed" else None
+        return SiloState(frame, frame, solver.init_state(family, family.flat(d)), found)
+
+    def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
+        sent = broadcast.common
+        q = family.unpack(sent.q)
+        site: Natural = family.unpack(sent.site if tied else broadcast.each)
+        rows: Any = ()
+        if tied:
+            rows = num_observations(split, data)
+            site = power(site, quotient_of(rows, sent.total))
+        tilted = Tilted(family, q, site, sent.warming_up, not tied)
+        factor = silo_factor(split, marginal, data, silo.components, batching=batching)
+        found = solver.solve(key, tilted, factor, silo.frame, silo.own)
+        change = quotient(found.natural, q)
+        fine = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves((change, found.frame))]
+        ok = jnp.all(jnp.stack(fine)) & found.ok & family.proper(found.natural)
+        keep = lambda new, old: tree_where(ok, new, old)  # what failed is not where to begin next time
+        frame, kept = keep(found.frame, silo.frame), silo.kept
+        if split.groups:
+            kept = found.local_posterior
+            kept = factor.moments(frame.centre, frame, factor.nodes(None)) if kept is None else kept
+            kept = keep(kept, silo.kept)
+        value = jnp.where(jnp.isfinite(found.value), found.value, 0.0)
+        message = Message(family.pack(change), value, found.ess, ok, rows)
+        finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(found.solver_state)]
+        own = tree_where(jnp.all(jnp.stack([jnp.ones((), bool), *finite])), found.solver_state, silo.own)
+        return message, SiloState(frame, kept, own, silo.components)
+
+    def aggregate(messages: Message, cohort: Cohort) -> tuple[Message, Array]:
+        return messages, jnp.asarray(cohort.index)
+
+    def server_step(key: Array, server: Server, arrived: tuple[Message, Array]) -> tuple[Server, dict]:
+        messages, index = arrived
+        old = sites.posterior(server.sites, tied)
+        changes = jax.vmap(family.unpack)(messages.change)
+        values, ok = server.values.at[index].set(messages.value), messages.ok
+        own, own_change = server.own, family.flat(d)
+        own_ok = jnp.ones((), bool)
+        if not prior.exact:
+            tilted = Tilted(family, old, server.sites.prior, jnp.zeros((), bool))
+            found = solver.solve(key, tilted, plain_factor(lambda z: split.log_prior(z, split.theta)), (), own)
+            own, own_change = found.solver_state, quotient(found.natural, old)
+            own_ok = found.ok & family.proper(found.natural)
+            values = values.at[-1].set(jnp.where(jnp.isfinite(found.value), found.value, 0.0))
+        with jax.enable_x64(True):
+            both = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), changes, own_change)
+            ok = jnp.append(ok, own_ok)
+            visits = jnp.append(server.visits[index], jnp.max(server.visits))
+            calm = jnp.where(server.calming, 1 / (1 + 0.5 * visits.astype(jnp.float64)), 1.0)
+            steps = jnp.where(visits == 0, server.first_step, server.step * calm)
+        if optim is None:
+            accepted = trust.steps_within(family, old, both, steps, ok, warming_up(server, old))
+            moves, opt_state = sites.scaled(jax.tree.map(lambda leaf: sites.zeroed(leaf, ok), both), accepted), ()
+        else:
+            moves, opt_state, accepted = trust.optimised(
+                family, optim, server.opt_state, server.step, old, both, ok, not prior.exact
+            )
+        each, last = jax.tree.map(lambda m: m[:-1], moves), jax.tree.map(lambda m: m[-1], moves)
+        with jax.enable_x64(True):
+            if tied:
+                moved = jax.tree.map(lambda s, m: s + jnp.sum(m, axis=0), server.sites.each, each)
+            else:
+                moved = jax.tree.map(lambda s, m: s.at[index].add(m), server.sites.each, each)
+            heard = accepted[:-1] > 0
+        now = Sites(product(server.sites.prior, last), moved)
+        new = sites.posterior(now, tied)
+        far = to_user_dtype(sites.movement(family, old, new))
+        normaliser = jnp.where(family.proper(old), to_user_dtype(family.log_normaliser(old)), 0.0)
+        move = to_user_dtype(sites.move(family, old, new))
+        distance = jnp.minimum(jnp.maximum(far.shift, jnp.sqrt(far.divergence)), UNHEARD)
+        back = (move @ server.last < 0) & (move @ move > RESTLESS * server.last @ server.last)
+        # a short step moves little: what counts is how far a whole one would have gone
+        whole = distance / jnp.clip(jnp.max(to_user_dtype(steps)), LEAST_STEP, 1.0)
+        moving = server.moving.at[index].set(jnp.where(heard, jnp.minimum(whole, UNHEARD), UNHEARD))
+        info = {
+            "loss": -jnp.clip(jnp.nan_to_num(normaliser + jnp.sum(values)), -UNHEARD, UNHEARD),
+            "divergence": far.divergence,
+            "shift": far.shift,
+            "moving": jnp.max(moving),
+            "ess": jnp.min(messages.ess),
+            "skipped": jnp.sum(~heard),
+        }
+        with jax.enable_x64(True):
+            shorter = jnp.maximum(SHORTER * server.step, LEAST_STEP)
+            step = jnp.where(server.wary & back, shorter, server.step)
+            counts = (server.total, server.heard)
+            if tied and not survey.known:
+                spoke = jnp.stack([jnp.sum(messages.rows).astype(jnp.float64), jnp.asarray(len(index), jnp.float64)])
+                heard_of = server.heard + spoke
+                counts = (num * heard_of[0] / heard_of[1], heard_of)
+        server = server._replace(
+            total=counts[0],
+            heard=counts[1],
+            sites=now,
+            visits=server.visits.at[index].add(heard.astype(jnp.int32)),
+            moving=moving,
+            step=step,
+            last=move,
+            values=values,
+            opt_state=opt_state,
+            own=own,
+        )
+        return server, info
+
+    return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+
+
+@in_x64
+def quotient_of(a: Array, b: Array) -> Array:
+    return a / b

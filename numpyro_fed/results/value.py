@@ -1,0 +1,92 @@
+"""A fit as a value: what a run leaves behind. :class:`~numpyro_fed.Fit` is this, and what can be done with it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from numpyro_fed.algorithm import Posterior
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.survey import Survey
+from numpyro_fed.results.correction import CorrectedPosterior, Correction
+from numpyro_fed.results.programs import Programs
+from numpyro_fed.results.state import Again, State
+
+NOT_ASKED = Survey(0, ())
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Fitted:
+    """A posterior, the states it is read off, and how they came about."""
+
+    posterior: Posterior
+    split: SplitModel
+    state: State
+    history: dict[str, np.ndarray]  # one row a round, those of the start included
+    seconds: float  # wall time of the run, compilation included
+    padded: tuple[dict[str, int], ...]  # each bucket's padded axis lengths
+    silos: Any = None  # a Silos or a SiloStore; None after nf.load without silos
+    shapes: Silos | None = None  # after nf.load: zeros in the shapes of the silos' arguments
+    survey: Survey = NOT_ASKED  # what the silos told before the first round
+    records: tuple[Any, ...] = ()  # what each phase of the run cost
+    reasons: tuple[str, ...] = ()
+    again: Again | None = None  # how to run again
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of communication, the start's included."""
+        return len(next(iter(self.history.values()))) if self.history else self.state.round
+
+    @property
+    def params(self) -> dict[str, np.ndarray]:
+        """theta: the model's numpyro.param values, constrained."""
+        return jax.tree.map(np.asarray, self.split.constrain_theta(self.posterior.theta(self.state.server)))
+
+    @cached_property
+    def programs(self) -> Programs:
+        """What draws are made with, compiled."""
+        return Programs(self.posterior, self.split)
+
+    @cached_property
+    def correction(self) -> Correction | None:
+        """Effective sample size, Pareto k-hat, points and weights of a corrected fit; None for any other."""
+        posterior = self.posterior
+        return posterior.correction(self.state.server) if isinstance(posterior, CorrectedPosterior) else None
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether local latents are read off the data, by an encoder or a guide function."""
+        return getattr(self.posterior, "reads_data", False)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The arguments that the posterior's encoder reads; () when it has none."""
+        return getattr(self.posterior, "inputs", ())
+
+    @property
+    def from_store(self) -> bool:
+        """Whether it was fitted to an :class:`~numpyro_fed.SiloStore`."""
+        return bool(getattr(self.state.names, "lazy", False))
+
+    @property
+    def any_silos(self) -> Any:
+        """The silos, or (after nf.load without them) zeros of their shapes, which is enough for latents."""
+        found = self.silos or self.shapes
+        assert found is not None, "a fit has silos or their shapes"
+        return found
+
+    def need_silos(self, what: str) -> None:
+        """Raises when there are no data."""
+        if self.silos is None:
+            raise ValueError(f"{what} need the silos' data, and this fit was loaded without: pass silos= to nf.load")
+
+    def need_again(self) -> Again:
+        """How to run again; raises where nobody said."""
+        if self.again is None:
+            raise ValueError(
+                "this fit does not know its method, so nothing can be run again: make it with run or nf.load"
+            )
+        return self.again

@@ -1,0 +1,57 @@
+"""From the end of a run to a fit."""
+
+import time
+import warnings
+from typing import Any
+
+from numpyro_fed.algorithm import Left, Posterior
+from numpyro_fed.checks import VerdictWarning
+from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.state import Again, State
+from numpyro_fed.run.prepare import Prepared
+from numpyro_fed.run.runner import Runner
+
+
+def finished(
+    runner: Runner,
+    posterior: Posterior,
+    prepared: Prepared,
+    silos: Any,
+    again: Again,
+    began: float,
+    left: Left,
+    states: tuple,
+    warn: bool = True,
+) -> Fit:
+    """The fit, which says itself why it is to be doubted."""
+    stack, holds = prepared.stack, runner.engine.holds_states
+    state = State(
+        runner.label,
+        stack.names,
+        tuple(bucket.names for bucket in stack.buckets) if holds else (),
+        left.server,
+        states,
+        runner.round,
+    )
+    padded = tuple(dict(bucket.lengths) for bucket in stack.buckets) if holds else ()
+    fit = Fit(
+        posterior,
+        prepared.split,
+        state,
+        runner.columns(),
+        time.perf_counter() - began,
+        padded,
+        silos,
+        survey=prepared.survey,
+        records=tuple(runner.records),
+        reasons=left.reasons,
+        again=again,
+    )
+    if warn:
+        for reason in left.reasons:
+            warnings.warn(reason, VerdictWarning, stacklevel=3)
+    return fit
+
+
+def warn_of(method: Any, what: str) -> None:
+    warnings.warn(f"{type(method).__name__} {what}", stacklevel=3)
