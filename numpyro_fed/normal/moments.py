@@ -30,11 +30,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from numpyro_fed.normal import stein
 from numpyro_fed.precision import in_x64
 
-Array = Any
+Array = jax.Array
 NEARLY_NONE = 1e-8  # identity's share where there is to be no shrinkage: the inverse must exist
 LEAST = 1e-30
 
@@ -75,7 +76,7 @@ def check_rho(rho: Any) -> Any:
     )
 
 
-def shrinkage(draws: Array, rho: Any) -> Shrinkage:
+def shrinkage(draws: Float[Array, "l d"], rho: Any) -> Shrinkage:
     """How much a sample covariance is shrunk, and to what; float64.
 
     Args:
@@ -103,7 +104,9 @@ def shrinkage(draws: Array, rho: Any) -> Shrinkage:
     return chosen(draws)
 
 
-def shrunk_variances(variances: Array, error: Array, share: Array | float | None = None) -> Array:
+def shrunk_variances(
+    variances: Float[Array, " d"], error: Float[Array, " d"], share: Array | float | None = None
+) -> Array:
     """Shrunk towards their mean by as much as their Monte Carlo error is of their spread (Opgen-Rhein and Strimmer).
 
     Args:
@@ -128,7 +131,7 @@ class Programme(NamedTuple):
     delta: Array  # (d,): Sigma~^{-1} (theta - mean)
     v: Array  # (l, d), rows of zeros where there is no draw yet
     weight: Array  # (l,): gamma_k / (1 + gamma_k u_k' v_k)
-    count: Array  # t
+    num_draws: Array  # t
 
 
 def start(theta: Array, capacity: int) -> Programme:
@@ -149,7 +152,7 @@ def add(now: Programme, draw: Array, rho: Any) -> Programme:
         \tilde\Delta_t = \tilde\Delta_{t-1} - \left[1 + \frac{\gamma (t \, u^\top \tilde\Delta_{t-1} - u^\top v)}
         {1 + \gamma u^\top v}\right] \frac{v}{t}
     """
-    t = (now.count + 1).astype(now.mean.dtype)
+    t = (now.num_draws + 1).astype(now.mean.dtype)
     u = draw - now.mean
     v = u - (now.weight * (now.v @ u)) @ now.v
     gamma = rho * (t - 1) / t
@@ -159,15 +162,15 @@ def add(now: Programme, draw: Array, rho: Any) -> Programme:
     return Programme(
         now.mean + u / t,
         now.delta - step * v / t,
-        now.v.at[now.count].set(jnp.where(now.count > 0, v, 0.0)),  # the first draw changes no covariance
-        now.weight.at[now.count].set(weight),
-        now.count + 1,
+        now.v.at[now.num_draws].set(jnp.where(now.num_draws > 0, v, 0.0)),  # the first draw changes no covariance
+        now.weight.at[now.num_draws].set(weight),
+        now.num_draws + 1,
     )
 
 
 def delta_of(now: Programme, rho: Any) -> Array:
     """Delta of the draws so far."""
-    return now.delta * (1 + (now.count - 1) * rho)
+    return now.delta * (1 + (now.num_draws - 1) * rho)
 
 
 @in_x64
@@ -179,7 +182,7 @@ def _scanned(theta: Array, draws: Array, shrunk: Shrinkage) -> Array:
     return now.delta / (shrunk.a * shrunk.scale)
 
 
-def delta(theta: Array, draws: Array, rho: Any, shrunk: Shrinkage | None = None) -> Array:
+def delta(theta: Float[Array, " d"], draws: Float[Array, "l d"], rho: Any, shrunk: Shrinkage | None = None) -> Array:
     """Sigma^{-1} (theta - mean) by the dynamic programme, float64.
 
     Args:
@@ -191,7 +194,7 @@ def delta(theta: Array, draws: Array, rho: Any, shrunk: Shrinkage | None = None)
     return _scanned(theta, draws, shrinkage(draws, rho) if shrunk is None else shrunk)
 
 
-def direct(theta: Array, draws: Array, rho: Any) -> Array:
+def direct(theta: Float[Array, " d"], draws: Float[Array, "l d"], rho: Any) -> Array:
     """The same by solving d equations, O(d^3)."""
     shrunk = shrinkage(draws, rho)
 
@@ -208,7 +211,9 @@ def direct(theta: Array, draws: Array, rho: Any) -> Array:
 
 
 @in_x64
-def corrected(delta: Array, draws: Array, gradients: Array, shrunk: Shrinkage) -> Array:
+def corrected(
+    delta: Float[Array, " d"], draws: Float[Array, "l d"], gradients: Float[Array, "l d"], shrunk: Shrinkage
+) -> Array:
     r"""Delta without most of its Monte Carlo error, from the gradients g of minus the log density at the draws.
 
     By Stein's identity (:mod:`numpyro_fed.normal.stein`), with C the draws' covariance of g and x, and s the share of
@@ -234,7 +239,7 @@ class Precision(NamedTuple):
 
 
 @in_x64
-def precision(draws: Array, shrunk: Shrinkage, gradients: Array | None = None) -> Precision:
+def precision(draws: Float[Array, "l d"], shrunk: Shrinkage, gradients: Float[Array, "l d"] | None = None) -> Precision:
     """Of a shrunk covariance, without differences of large numbers: by the eigenvectors of S~.
 
     With ``gradients`` at more draws than dimensions, :func:`corrected` as Delta is.
@@ -263,7 +268,7 @@ def _corrected_precision(draws: Array, shrunk: Shrinkage, gradients: Array) -> P
     return Precision(jnp.zeros(d), values, vectors.T)  # noise may make one negative: the sum is what counts
 
 
-def largest(draws: Array, shrunk: Shrinkage, gradients: Array | None = None) -> Array:
+def largest(draws: Float[Array, "l d"], shrunk: Shrinkage, gradients: Float[Array, "l d"] | None = None) -> Array:
     """The precision's largest eigenvalue; with fewer draws than dimensions, a bound that is near."""
     num, d = draws.shape
     found = None if num <= d else precision(draws, shrunk, gradients)
