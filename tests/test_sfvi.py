@@ -347,7 +347,7 @@ def test_message_is_linear_in_the_globals():
     sent = prepared.algorithm.broadcast(jax.random.key(0), fit.state.server)
     message, _ = jax.eval_shape(prepared.algorithm.silo_step, jax.random.key(0), sent, state, stack.data("silo 0"))
     d = 3
-    assert message._fields == ("z", "aid", "theta", "value")
+    assert message._fields == ("z", "context", "theta", "value")
     assert sum(leaf.size for leaf in jax.tree.leaves(message)) == 2 * d + 1
 
 
