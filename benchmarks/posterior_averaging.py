@@ -24,7 +24,7 @@ import optax
 
 import numpyro_fed as nf
 from benchmarks.common import table
-from numpyro_fed.algorithm import Broadcast
+from numpyro_fed.algorithm import Broadcast, Plan
 from numpyro_fed.methods.averaging import AveragingBroadcast
 from numpyro_fed.normal import moments
 
@@ -209,12 +209,13 @@ def make_regression(rng, num, d, informative=10, noise=1.0):
 
 def silo_step(method, silos):
     """A silo's own work in a round, as a function (key, w, data) of arrays, and its data."""
-    prepared, stack = method.ready(silos)
+    split, survey, stack, _ = method.prepare(silos)
+    algorithm = method.compile(split, survey, Plan(names=silos.names)).phases[0].algorithm
 
     def step(key, w, data):
         zero = jnp.zeros((), w.dtype)
-        sent = AveragingBroadcast(w, jnp.asarray(isinstance(method, nf.FedAvg)), zero + prepared.notes["total"], zero)
-        return prepared.algorithm.silo_step(key, Broadcast(sent), (), data)[0].delta
+        sent = AveragingBroadcast(w, jnp.asarray(isinstance(method, nf.FedAvg)), zero + survey.total, zero)
+        return algorithm.silo_step(key, Broadcast(sent), (), data)[0].delta
 
     return step, stack
 

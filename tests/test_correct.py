@@ -11,17 +11,19 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoIAFNormal
+from programs import compiled
 from scipy import stats
 from scipy.special import logsumexp
 from test_influence import METHOD, make_silos, model, moments, posterior
 
 import numpyro_fed as nf
+from numpyro_fed.algorithm import Left
 from numpyro_fed.engines.vmap import Vmap
+from numpyro_fed.local.start import WarmStart
 from numpyro_fed.results import correction, importance
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import State
 from numpyro_fed.run import correct
-from numpyro_fed.run.warm_start import Found
 
 KEY = jax.random.key(4)
 NUM = 4000  # draws, always as many: another number is another program
@@ -35,19 +37,19 @@ def silos() -> nf.Silos:
 
 def given(method: Any, silos: nf.Silos, mean: Any, covariance: Any, theta: dict | None = None) -> Fit:
     """A fit with this posterior of the globals and this theta; no round was run."""
-    prepared, stack = method.ready(silos)
-    server, states = Vmap().start(prepared.algorithm, KEY, stack)
+    split, _, stack, phase, posterior = compiled(method, silos)
+    fresh, states = Vmap().start(phase.algorithm, KEY, stack)
     root = np.linalg.cholesky(covariance)
     dtype = jnp.zeros(()).dtype
     unit = jax.tree.map(jnp.ones_like, theta or {})
-    found = Found(jnp.asarray(mean, dtype), jnp.asarray(root, dtype), jnp.ones(len(mean)), theta or {}, unit, ())
-    server, states = method.adopt(prepared.split, server, states, found)
+    warm = WarmStart(jnp.asarray(mean, dtype), jnp.asarray(root, dtype), jnp.ones(len(mean)), theta or {}, unit)
+    server, given = phase.begin(Left(warm=warm), fresh)
+    states = Vmap().in_silos(phase.begin_silo, given, stack, states, None)
     buckets = tuple(bucket.names for bucket in stack.buckets)
-    padded = tuple({axis: rows.shape[-1] for axis, rows in bucket.mask.items()} for bucket in stack.buckets)
+    padded = tuple(bucket.lengths for bucket in stack.buckets)
     state = State(type(method).__name__, silos.names, buckets, server, states, 0)
     history = {"loss": np.array([1.0]), "bytes_up": np.array([10]), "bytes_down": np.array([20])}
-    posterior = method.posterior_of(prepared.split, prepared.notes.get("weighting", prepared.notes.get("marginal")))
-    return Fit(posterior, prepared.split, state, history, 0.1, padded, silos, again=method.again())
+    return Fit(posterior, split, state, history, 0.1, padded, silos, again=method.again())
 
 
 @pytest.fixture(scope="module")
