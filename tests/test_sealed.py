@@ -12,7 +12,7 @@ import numpyro_fed as nf
 from numpyro_fed.data.silos import inside
 
 KEY = jax.random.key(0)
-pytestmark = pytest.mark.filterwarnings("ignore:the posterior still moves")
+pytestmark = pytest.mark.filterwarnings("ignore:the posterior still moves", "ignore:silo .* was not asked")
 
 
 class Sealed:
