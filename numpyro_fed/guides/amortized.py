@@ -22,7 +22,7 @@ from numpyro_fed.model.layout import Group
 from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 LOG_SCALE_RANGE = 5.0  # log-scales saturate here: a network that has not learned yet may say anything
 
 

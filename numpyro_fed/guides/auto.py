@@ -28,7 +28,7 @@ from numpyro_fed.guides.traced import (
 from numpyro_fed.model.initial import unconstrained
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 DRAWS = 1000  # for mean and covariance of a guide that cannot tell them
 KEPT = 16
 

@@ -31,7 +31,7 @@ from numpyro_fed.model.provenance import dependence
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import growth, trace_silo
 
-Array = Any
+Array = jax.Array
 
 
 def as_guide(guide: Any) -> Any:

@@ -16,7 +16,7 @@ from numpyro_fed.local.conditional import Conditional, flattened
 from numpyro_fed.model.layout import Group
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 SCALE_RANGE = 2.0  # a draw far out must not make scales overflow: log-scales move linearly, up to about this much
 
 

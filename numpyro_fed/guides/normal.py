@@ -18,7 +18,7 @@ from numpyro.distributions import LowRankMultivariateNormal
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import LOG_2PI
 
-Array = Any
+Array = jax.Array
 START_SD = 0.05  # of every coordinate, where no start is looked for
 JITTER = 0.05  # ... and of its location, which is random: equal topics or hidden units could not be told apart
 FULL_LIMIT = 2000

@@ -11,12 +11,14 @@ with unit lower triangular :math:`L` (Tan, Bhaskaran and Nott 2020; section 3.4 
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from numpyro_fed.guides.auto import AutoGlobals, check_factory
 from numpyro_fed.guides.local import LocalNormal
 from numpyro_fed.guides.normal import GlobalNormal, check_global
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 
 
 @dataclass(frozen=True)

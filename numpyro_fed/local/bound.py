@@ -25,7 +25,7 @@ from numpyro_fed.local import conditional
 from numpyro_fed.model.rows import Components, add_aligned, add_indexed, num_components
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 
 
 class Weighting(NamedTuple):

@@ -21,7 +21,7 @@ from numpyro_fed.model.rows import Components
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 
-Array = Any
+Array = jax.Array
 
 
 class Batching(NamedTuple):

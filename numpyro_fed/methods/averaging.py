@@ -37,7 +37,7 @@ from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.normal.curvature import largest_curvature
 from numpyro_fed.optim import check_optim, with_horizon
 
-Array = Any
+Array = jax.Array
 NEAR_ZERO = 0.1  # sd of the location where nobody says where to begin
 FORGET = 0.9  # of the curvatures heard of, in a round
 
@@ -227,7 +227,7 @@ class Averaging(Method):
             return AveragingServer(*own.parts(w), optim.init(w), jnp.zeros((), jnp.int32), total, nothing, nothing)
 
         def averaging(server: AveragingServer) -> Array:
-            return jnp.ones((), bool) if always else server.round < plain_rounds
+            return jnp.ones((), bool) if plain_rounds is None else server.round < plain_rounds
 
         def broadcast(key: Array, server: AveragingServer) -> Broadcast:
             return Broadcast(

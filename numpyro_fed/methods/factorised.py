@@ -33,7 +33,7 @@ from numpyro_fed.optim import check_optim
 from numpyro_fed.run.node_check import TOO_FAR, node_check
 from numpyro_fed.solvers import Solver
 
-Array = Any
+Array = jax.Array
 NEARLY = 0.5  # sds that a posterior may still move when its nodes are checked
 MOST_DENSE = 500  # dimensions in which a matrix of natural parameters is still a good idea
 

@@ -43,7 +43,7 @@ from numpyro_fed.optim import falling
 from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.solvers.draws import SAMPLERS
 
-Array = Any
+Array = jax.Array
 FEW, MANY = 20, 100  # dimensions: up to which there are plenty of samples, and from which there are few
 BATCH, RHO = 20, 1e-3  # in many dimensions
 PLENTY = 10  # samples for each dimension, so that a covariance needs no shrinking

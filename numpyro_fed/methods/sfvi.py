@@ -37,7 +37,7 @@ from numpyro_fed.model.survey import Survey
 from numpyro_fed.optim import DEFAULT, ENCODER, check_optim, with_horizon
 from numpyro_fed.run.mode import MAX_DIM, MAX_ROUNDS, mode_phase
 
-Array = Any
+Array = jax.Array
 IMPORTANCE_SAMPLES = 10  # per row, where rows are separable
 
 

@@ -41,7 +41,7 @@ from numpyro_fed.normal.barycenter import barycenter, diagonal_barycenter, w2, w
 from numpyro_fed.optim import DEFAULT, LINEAR, with_horizon
 
 LOOK = 512  # steps of a silo between two looks of the host
-Array = Any
+Array = jax.Array
 
 
 class AvgSilo(NamedTuple):

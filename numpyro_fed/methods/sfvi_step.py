@@ -21,7 +21,7 @@ from numpyro_fed.model.initial import initial
 from numpyro_fed.model.rows import Components, components_of
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 
 
 class SFVIServer(NamedTuple):

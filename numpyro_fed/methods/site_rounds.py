@@ -20,7 +20,7 @@ from numpyro_fed.normal.sites import Sites
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import Solver, Tilted
 
-Array = Any
+Array = jax.Array
 RESTLESS = 0.5  # a round that takes back more than this share of the last one's (squared) move
 SHORTER, LEAST_STEP = 0.7, 0.1  # is answered by shorter steps
 UNHEARD = 1e30  # how far a silo that was never heard might move the posterior

@@ -147,10 +147,11 @@ def _read_names(saved: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _check_silos(path: Path, saved: Silos, names: Any, silos: Any) -> None:
-    kind = "nf.SiloStore" if isinstance(names, LazyNames) else "nf.Silos"
-    if not isinstance(silos, SiloStore if isinstance(names, LazyNames) else Silos):
+    lazy = getattr(names, "lazy", False)
+    if getattr(silos, "lazy", None) is not lazy:
+        kind = "nf.SiloStore" if lazy else "nf.Silos"
         raise TypeError(f"silos must be an {kind}, got a {type(silos).__name__}")
-    if isinstance(silos, SiloStore):
+    if lazy:
         if silos.names != names:
             raise ValueError(
                 f"{path} has {len(names)} silos, {format_names(names)}; silos= has {format_names(silos.names)}"

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from numpyro_fed.algorithm import PyTree
 from numpyro_fed.checks import format_names
-from numpyro_fed.data.names import LazyNames
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.model.split_model import SplitModel
 
@@ -25,7 +24,7 @@ class State(NamedTuple):
 
     def silo(self, name: str) -> tuple[PyTree, int]:
         """One silo's state, and its bucket."""
-        if isinstance(self.names, LazyNames) and name in self.names:
+        if getattr(self.names, "lazy", False) and name in self.names:
             return (), 0
         for b, bucket in enumerate(self.buckets):
             if name in bucket:
@@ -56,15 +55,3 @@ class Again(NamedTuple):
     prepare: Callable[..., Fresh]  # (rng_key, silos)
     run: Callable[..., Any]  # (rng_key, silos, num_rounds, *, schedule=None, init_state=None) -> Fit
     correct: Callable[..., Any]  # (fit, rng_key, num_points, engine=...) -> Fit; by default on the fit's engine
-
-
-class ById(NamedTuple):
-    """A value that is the same program's when it is the same object."""
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ById) and self.value is other.value

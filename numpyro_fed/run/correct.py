@@ -40,7 +40,7 @@ from numpyro_fed.results.importance import pareto_smoothed, proposal
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import as_schedule
 
-Array = Any
+Array = jax.Array
 DRAWS = 256  # of a row's locals at each point, where they are not integrated by quadrature
 LOCAL_STEPS = 30  # of Newton's method to the locals' modes at the posterior mean, from nowhere
 

@@ -32,7 +32,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.newton import newton_step
 from numpyro_fed.precision import in_x64, to_user_dtype
 
-Array = Any
+Array = jax.Array
 LEAST_CURVATURE = 1e-3  # in units of the diagonal's
 LOOK = 5  # rounds between two looks at whether it has converged
 MAX_ROUNDS = 30

@@ -18,7 +18,7 @@ from numpyro_fed.normal import affine
 from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.normal.points import normal_points
 
-Array = Any
+Array = jax.Array
 POINTS = 16
 TOO_FAR = 0.05  # sds
 
