@@ -31,9 +31,8 @@ def main(args):
                 began = time.perf_counter()
                 fit = method.run(jax.random.key(seed), silos, args.num_rounds, progress_bar=False)
                 seconds = (time.perf_counter() - began) / args.num_rounds * 1000
-                server = fit.state.server
-                shift = (np.asarray(guide.mean_global(server.params, server.base)) - MEAN) / SD
-                ratio = np.sqrt(np.diag(guide.covariance(server.params, server.base))) / SD
+                shift = (np.asarray(fit.normal().mean) - MEAN) / SD
+                ratio = np.asarray(fit.normal().sds) / SD
                 text = lambda values: " ".join(f"{value:.2f}" for value in values)
                 cells = (num, "yes" if scale_coupling else "no", seed, text(shift), text(ratio), f"{seconds:.1f}")
                 print("| " + " | ".join(map(str, cells)) + " |", flush=True)

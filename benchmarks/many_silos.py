@@ -24,6 +24,7 @@ import optax
 
 import numpyro_fed as nf
 from benchmarks.common import table
+from numpyro_fed.algorithm import Plan
 
 MANY, FEW = 342_477, 1_000  # StackOverflow's silos, and a number that can be held in memory
 FEATURES, TAGS, ROWS, WORDS = 500, 50, 64, 20
@@ -74,8 +75,9 @@ class Run:
     def __init__(self, num_silos, wait, prefetch, readers, cohort, local_steps):
         self.store = nf.SiloStore.from_function(slow_silo if wait else silo, num_silos)
         method = nf.FedAvg(model, optim=optax.sgd(0.5), local_steps=local_steps)
-        prepared, self.stack = method.ready(self.store)
-        self.algorithm, self.schedule = prepared.algorithm, nf.schedules.sampled(cohort)
+        split, survey, self.stack, _ = method.prepare(self.store)
+        (phase,) = method.compile(split, survey, Plan(names=self.store.names)).phases
+        self.algorithm, self.schedule = phase.algorithm, nf.schedules.sampled(cohort)
         self.engine, self.key = nf.engines.Streamed(prefetch, readers), jax.random.key(0)
         self.server, _ = self.engine.start(self.algorithm, self.key, self.stack)
         self.done, self.seconds, self.loss = 0, [], []
@@ -100,7 +102,7 @@ class Run:
             index = self.schedule.cohorts(self.key, self.store.names, i, 1)[0]
             drawn.append(time.perf_counter() - began)
             began = time.perf_counter()
-            arrays = self.stack.source.cohort(index)
+            arrays = self.stack.cohort(index)
             took.append(time.perf_counter() - began)
         return 1e3 * np.median(drawn), 1e3 * np.median(took), sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
 

@@ -44,9 +44,8 @@ def main(args):
             began = time.perf_counter()
             fit = method.run(jax.random.key(seed), silos, args.rounds, progress_bar=False)
             seconds = time.perf_counter() - began
-            guide, server = method.family, fit.state.server
-            shift = (np.asarray(guide.mean_global(server.params, server.base)) - MEAN) / SD
-            ratio = np.sqrt(np.diag(guide.covariance(server.params, server.base))) / SD
+            shift = (np.asarray(fit.normal().mean) - MEAN) / SD
+            ratio = np.asarray(fit.normal().sds) / SD
             apart = np.nanmax(fit.history["disagreement"])
             text = lambda values: " ".join(f"{value:.2f}" for value in values)
             lines.append([label, seed, text(shift), text(ratio), f"{apart:.1f}", f"{seconds:.0f}"])

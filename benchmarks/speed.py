@@ -21,11 +21,11 @@ from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_fed as nf
 from examples.six_cities import model
-from numpyro_fed.algorithm import Cohort
+from numpyro_fed import memo
+from numpyro_fed.algorithm import Cohort, Left, Plan
 from numpyro_fed.data.padding import silo_data
 from numpyro_fed.engines.base import sent_to
 from numpyro_fed.engines.vmap import CHUNK
-from numpyro_fed.methods import base
 from numpyro_fed.precision import QUICK, in_user_precision, stacked
 
 DATA = nf.datasets.six_cities()
@@ -78,12 +78,19 @@ def federated(num_silos, times=1, labels=None):
     labels = np.arange(len(data["smoke"])) % num_silos if labels is None else labels
     silos = nf.split(labels, shared=dict(age=DATA.age), **data)
     method = nf.SFVI(model, guide=nf.guides.StructuredNormal(), optim=optax.adam(1e-2), importance_samples=1)
-    prepared, stack = method.ready(silos)
+    _, stack, phase = prepared(method, silos)
     engine, key = nf.engines.Vmap(), jax.random.key(0)
-    server, states = engine.start(prepared.algorithm, key, stack)
-    run = lambda count: engine.rounds(prepared.algorithm, key, stack, server, states, 0, None, count)
+    server, states = engine.start(phase.algorithm, key, stack)
+    run = lambda count: engine.rounds(phase.algorithm, key, stack, server, states, 0, None, count)
     seconds = timed(lambda: run(1))
     return lambda: run(CHUNK), seconds
+
+
+def prepared(method, silos):
+    """The split model, the silos' data, and the phase of the method's own rounds."""
+    split, survey, stack, _ = method.prepare(silos)
+    phases = method.compile(split, survey, Plan(names=silos.names)).phases
+    return split, stack, next(phase for phase in phases if phase.role == "rounds")
 
 
 def timed(function):
@@ -118,16 +125,14 @@ def unequal_silos(num):
 def ep_together(silos, num_rounds):
     """Seconds of an EP fit, everything compiled anew; and of its first and second round, warm."""
     jax.clear_caches()
-    base._prepared.clear()
+    memo.forget()
     method, key = nf.EP(model, tolerance=0), jax.random.key(0)
     seconds = timed(lambda: method.run(key, silos, num_rounds, progress_bar=False).state.server)
-    prepared, stack = method.ready(silos)
+    _, stack, phase = prepared(method, silos)
     engine = nf.engines.Vmap()
-    server, states = engine.start(prepared.algorithm, key, stack)
-    server = method.with_schedule(prepared, server, nf.schedules.as_schedule(None), stack.names)
-    one = lambda server, states, r: engine.rounds(
-        prepared.algorithm, key, stack, server, states, r, None, 1, method.effort
-    )
+    fresh, states = engine.start(phase.algorithm, key, stack)
+    server, _ = phase.begin(Left(), fresh)
+    one = lambda server, states, r: engine.rounds(phase.algorithm, key, stack, server, states, r, None, 1, phase.effort)
     first = min(timed(lambda: one(server, states, 0)) for _ in range(3))
     server, states, _ = one(server, states, 0)
     return seconds, first, min(timed(lambda: one(server, states, 1)) for _ in range(3))
@@ -136,18 +141,17 @@ def ep_together(silos, num_rounds):
 def ep_apart(silos, num_rounds):
     """Seconds of the same fit silo by silo: nothing padded, a program for each silo."""
     jax.clear_caches()
-    base._prepared.clear()
+    memo.forget()
 
     def run():
         method, key = nf.EP(model, tolerance=0), jax.random.key(0)
-        prepared, stack = method.ready(silos)
-        algorithm = in_user_precision(prepared.algorithm, False)
+        split, stack, phase = prepared(method, silos)
+        algorithm = in_user_precision(phase.algorithm, False)
         with jax.enable_x64(True):
             quick = lambda function: jax.jit(function, compiler_options=QUICK)
             step, close = quick(algorithm.silo_step), quick(algorithm.server_step)
-            server = algorithm.init(key)
-            server = method.with_schedule(prepared, server, nf.schedules.as_schedule(None), stack.names)
-            data = [silo_data(silos, n, prepared.split.spec, prepared.split.partition.axes) for n in stack.names]
+            server, _ = phase.begin(Left(), algorithm.init(key))
+            data = [silo_data(silos, name, split.spec, split.partition.axes) for name in stack.names]
             sent = algorithm.broadcast(key, server)
             states = [algorithm.init_silo(key, sent_to(sent, j), one) for j, one in enumerate(data)]
             for _ in range(num_rounds):

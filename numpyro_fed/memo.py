@@ -34,3 +34,8 @@ def remembered(make: Callable[[], Any], *key: Hashable) -> Any:
     while len(_kept) > KEPT:
         _kept.popitem(last=False)
     return made
+
+
+def forget() -> None:
+    """Everything is made anew, as in a fresh process."""
+    _kept.clear()

@@ -9,7 +9,7 @@ import numpy as np
 
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.stack import stack
+from numpyro_fed.data.stack import stack_of
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
@@ -62,12 +62,12 @@ def given_fit(
 ) -> Fit:
     """A Fit with z_G ~ N(loc, scale^2); ``silo`` has ``loc`` (one for each row), ``scale`` and ``coupling`` of z_L."""
     split = split_model(model, silos, check=False, **options)
-    buckets = stack(silos, split.spec, split.partition.axes)
+    stack = stack_of(silos, silos, split.spec, split.partition.axes)
     local = {"loc": 0.0, "scale": 0.5, "coupling": 0.0} | (silo or {})
     states = []
-    for bucket in buckets:
+    for bucket, (_, mask) in zip(stack.buckets, stack.arrays, strict=True):
         number = len(bucket.names)
-        zeros = jax.vmap(split.zeros_local)(bucket.mask)
+        zeros = jax.vmap(split.zeros_local)(mask)
         states.append(
             {
                 "loc": jax.tree.map(lambda value: value + jnp.asarray(local["loc"]), zeros),
@@ -76,7 +76,7 @@ def given_fit(
             }
         )
     server = {"loc": jnp.full(split.dim, loc), "scale": jnp.asarray(scale), "theta": split.theta}
-    state = State("Given", silos.names, tuple(bucket.names for bucket in buckets), server, tuple(states), 3)
+    state = State("Given", silos.names, tuple(bucket.names for bucket in stack.buckets), server, tuple(states), 3)
     history = {"loss": np.array([3.0, 2.0, 1.0]), "bytes_up": np.full(3, 1000)}
-    padded = tuple({axis: rows.shape[-1] for axis, rows in bucket.mask.items()} for bucket in buckets)
+    padded = tuple(bucket.lengths for bucket in stack.buckets)
     return Fit(GivenPosterior(split), split, state, history, 0.1, padded, silos)

@@ -11,12 +11,12 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.data.padding import silo_data
-from numpyro_fed.data.stack import Bucket, Stack
 from numpyro_fed.guides import StructuredNormal
 from numpyro_fed.local import minibatch
 from numpyro_fed.local.bound import Weighting, silo_bound
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.rows import find_components
+from numpyro_fed.model.survey import Survey
 
 
 def rows(x, y):
@@ -101,9 +101,9 @@ def test_mean_over_all_minibatches_is_the_whole_silo(x64, case):
     if split.groups:
         found = find_components(split, jax.random.key(5), data, z, split.theta)
     eps = {g.name: jnp.asarray(noise.normal(size=(num, g.num_rows(data.mask), g.size))) for g in split.groups}
-    add = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
-    stack = Stack(("0",), (Bucket(("0",), add(data.args), add(data.mask)),), data.shared)
-    plan = minibatch.plan(split, stack, weighting, 2, None if found is None else [add(found)])
+    room, apart = minibatch.rows_apart(split, 2, data, found)
+    assert all(apart.values())
+    plan = minibatch.plan(split, Survey(2, (1, 1), room=int(room)), kind, 2)
     drawn = tuple(g.name for g in split.groups if g.axes)
 
     def bound(taken=None):
@@ -136,7 +136,7 @@ def test_mean_over_all_minibatches_is_the_whole_silo(x64, case):
         take = lambda choice: minibatch.take_rows(split, plan, data, found, choice, jnp.array(total))
     whole = jax.jit(bound)()
     mean = jax.tree.map(lambda leaf: leaf.mean(axis=0), jax.jit(jax.vmap(lambda c: bound(take(c))))(choices))
-    for field in ("value", "z", "aid", "theta", "params"):
+    for field in ("value", "z", "context", "theta", "params"):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), *(
             getattr(v, field) for v in (mean, whole)))  # fmt: skip
 

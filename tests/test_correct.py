@@ -11,17 +11,19 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoIAFNormal
+from programs import compiled
 from scipy import stats
 from scipy.special import logsumexp
 from test_influence import METHOD, make_silos, model, moments, posterior
 
 import numpyro_fed as nf
+from numpyro_fed.algorithm import Left
 from numpyro_fed.engines.vmap import Vmap
+from numpyro_fed.local.start import WarmStart
 from numpyro_fed.results import correction, importance
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import State
 from numpyro_fed.run import correct
-from numpyro_fed.run.warm_start import Found
 
 KEY = jax.random.key(4)
 NUM = 4000  # draws, always as many: another number is another program
@@ -35,19 +37,19 @@ def silos() -> nf.Silos:
 
 def given(method: Any, silos: nf.Silos, mean: Any, covariance: Any, theta: dict | None = None) -> Fit:
     """A fit with this posterior of the globals and this theta; no round was run."""
-    prepared, stack = method.ready(silos)
-    server, states = Vmap().start(prepared.algorithm, KEY, stack)
+    split, _, stack, phase, posterior = compiled(method, silos)
+    fresh, states = Vmap().start(phase.algorithm, KEY, stack)
     root = np.linalg.cholesky(covariance)
     dtype = jnp.zeros(()).dtype
     unit = jax.tree.map(jnp.ones_like, theta or {})
-    found = Found(jnp.asarray(mean, dtype), jnp.asarray(root, dtype), jnp.ones(len(mean)), theta or {}, unit, ())
-    server, states = method.adopt(prepared.split, server, states, found)
+    warm = WarmStart(jnp.asarray(mean, dtype), jnp.asarray(root, dtype), jnp.ones(len(mean)), theta or {}, unit)
+    server, given = phase.begin(Left(warm=warm), fresh)
+    states = Vmap().in_silos(phase.begin_silo, given, stack, states, None)
     buckets = tuple(bucket.names for bucket in stack.buckets)
-    padded = tuple({axis: rows.shape[-1] for axis, rows in bucket.mask.items()} for bucket in stack.buckets)
+    padded = tuple(bucket.lengths for bucket in stack.buckets)
     state = State(type(method).__name__, silos.names, buckets, server, states, 0)
     history = {"loss": np.array([1.0]), "bytes_up": np.array([10]), "bytes_down": np.array([20])}
-    posterior = method.posterior_of(prepared.split, prepared.notes.get("weighting", prepared.notes.get("marginal")))
-    return Fit(posterior, prepared.split, state, history, 0.1, padded, silos, again=method.again())
+    return Fit(posterior, split, state, history, 0.1, padded, silos, again=method.again())
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,7 @@ def test_an_exact_posterior_stays(exact: Fit, silos: nf.Silos) -> None:
     normal = np.exp(-0.5 * radius**2) / (2 * np.pi)
     t = (1 + scale**2 / 6) ** -4 / (2 * np.pi * importance.INFLATION)  # (nu + d) / 2 = 4; its constant is 1 / (2 pi)
     ideal = 1 / np.trapezoid(normal**2 / t * 2 * np.pi * radius, radius)
-    assert found.ess_share == pytest.approx(ideal, abs=0.01) and found.khat < 0.5 and found.trusted
+    assert found.ess_share == pytest.approx(ideal, abs=0.01) and found.pareto_k < 0.5 and found.trusted
     x = np.concatenate([silos[name]["x"] for name in silos.names])
     y = np.concatenate([silos[name]["y"] for name in silos.names])
     marginal = stats.multivariate_normal(np.zeros(len(y)), 4 * x @ x.T + (0.25 + 0.49) * np.eye(len(y)))
@@ -128,7 +130,7 @@ def test_draws_come_from_the_weighted_points(corrected: Fit, silos: nf.Silos, tm
     assert corrected.predict(KEY, silo="york", num_samples=4)["y"].shape == (4, 5)
     loaded = nf.load(corrected.save(tmp_path / "fit"), METHOD)
     assert np.array_equal(loaded.sample(KEY, NUM)["beta"], draws) and repr(loaded) == repr(corrected)
-    assert loaded.correction.khat == corrected.correction.khat and loaded.uncorrected.state.method == "EP"
+    assert loaded.correction.pareto_k == corrected.correction.pareto_k and loaded.uncorrected.state.method == "EP"
 
 
 @pytest.mark.usefixtures("x64")
@@ -151,10 +153,10 @@ def test_what_it_says(wrong: Fit, corrected: Fit) -> None:
     told = lambda **changes: repr(correction.Correction(server._replace(**changes)))
     one = np.full(2048, -30.0)
     one[0] = 0.0
-    assert "to be trusted" in told(khat=0.1)
-    assert "do not trust its tails" in told(khat=0.9, log_weights=np.full(2048, -np.log(2048)))
-    assert "do not trust it" in told(khat=0.9, log_weights=one - logsumexp(one))
-    assert "too few effective points" in told(khat=0.1, log_weights=one - logsumexp(one))
+    assert "to be trusted" in told(pareto_k=0.1)
+    assert "do not trust its tails" in told(pareto_k=0.9, log_weights=np.full(2048, -np.log(2048)))
+    assert "do not trust it" in told(pareto_k=0.9, log_weights=one - logsumexp(one))
+    assert "too few effective points" in told(pareto_k=0.1, log_weights=one - logsumexp(one))
 
 
 @pytest.mark.usefixtures("x64")
@@ -216,12 +218,12 @@ def test_points_are_a_student_t() -> None:
 
 def test_weights_are_smoothed() -> None:
     draws = np.random.default_rng(0)
-    equal, khat = importance.pareto_smoothed(np.full(100, -7.0))
-    assert khat == -np.inf and np.allclose(equal, -np.log(100))
+    equal, pareto_k = importance.pareto_smoothed(np.full(100, -7.0))
+    assert pareto_k == -np.inf and np.allclose(equal, -np.log(100))
     for shape in (0.2, 0.9):
         given = np.log(stats.genpareto(shape).rvs(4000, random_state=draws) + 1)
-        smoothed, khat = importance.pareto_smoothed(given)
-        assert khat == pytest.approx(shape, abs=0.2) and logsumexp(smoothed) == pytest.approx(0)
+        smoothed, pareto_k = importance.pareto_smoothed(given)
+        assert pareto_k == pytest.approx(shape, abs=0.2) and logsumexp(smoothed) == pytest.approx(0)
         assert np.corrcoef(smoothed, given)[0, 1] > 0.99
     given[:10] = -np.inf
     assert np.all(np.isneginf(importance.pareto_smoothed(given)[0][:10]))

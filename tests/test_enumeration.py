@@ -18,7 +18,7 @@ from numpyro.infer.util import log_density
 import numpyro_fed as nf
 from numpyro_fed.data.padding import SiloData, silo_data
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.stack import stack
+from numpyro_fed.data.stack import stack_of
 from numpyro_fed.judge.nuts import nuts
 from numpyro_fed.judge.pooled import origin, potential
 from numpyro_fed.model import discrete as enum
@@ -57,11 +57,9 @@ def test_densities_and_derivatives_are_those_of_the_mixture(x64: None) -> None:
     z = jnp.array([0.3, -0.8, 0.5])
 
     def all_silos(split: SplitModel, z: Any) -> Any:
-        (bucket,) = stack(silos, split.spec, split.partition.axes)
+        ((args, mask),) = stack_of(silos, silos, split.spec, split.partition.axes).arrays
         data = lambda args, mask: SiloData(args, mask, ())
-        return jax.vmap(lambda args, mask: split.evaluate(z, {}, {}, data(args, mask)).terms["y"])(
-            bucket.args, bucket.mask
-        )
+        return jax.vmap(lambda args, mask: split.evaluate(z, {}, {}, data(args, mask)).terms["y"])(args, mask)
 
     def derivatives(split: SplitModel) -> Any:
         terms = lambda z: all_silos(split, z)

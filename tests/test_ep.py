@@ -11,8 +11,10 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
+from numpyro_fed.model.build import split_model
 from numpyro_fed.normal.families import FULL
 from numpyro_fed.normal.points import enough_points, largest_eigenvalue, normal_points
+from numpyro_fed.normal.prior import normal_prior
 from numpyro_fed.solvers import Laplace
 
 NOISE = 0.7
@@ -370,9 +372,9 @@ def lasso(x, y=None):
 def test_a_prior_is_normal_only_if_every_coordinate_is(x64):
     """A Laplace density's Hessian is constant (zero), and a tight normal's precision hides what others do."""
     silos = nf.Silos({str(j): dict(x=np.ones(4 + j), y=np.ones(4 + j)) for j in range(2)})
-    prepared, _ = nf.EP(lasso).ready(silos)
-    assert not prepared.notes["prior"].exact
-    assert nf.EP(regression).ready(regression_silos(4))[0].notes["prior"].exact
+    exact = lambda model, silos: normal_prior(split_model(model, silos), FULL).exact
+    assert not exact(lasso, silos)
+    assert exact(regression, regression_silos(4))
 
 
 @pytest.mark.filterwarnings("ignore:silo .* was not asked")

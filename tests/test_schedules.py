@@ -11,6 +11,8 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.data.axis import Axis
+from numpyro_fed.data.padding import call_spec
 from numpyro_fed.data.stack import Bucket, Stack
 from numpyro_fed.engines.base import sent_to, traffic
 from numpyro_fed.engines.stale import StaleState, held, stale
@@ -209,8 +211,10 @@ every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def data() -> Stack:
     """Two buckets that do not follow the order of the names."""
     rows = {"leeds": [1.0, 2.0], "york": [3.0, -1.0, 0.5], "hull": [-2.0, 0.25], "bath": [0.1, 0.2, 4.0]}
-    bucket = lambda *names: Bucket(names, (jnp.array([rows[name] for name in names]),), {})
-    return Stack(NAMES, (bucket("hull", "leeds"), bucket("york", "bath")), ())
+    silos = nf.Silos({name: dict(x=np.array(rows[name])) for name in NAMES})
+    axes = (Axis("rows", ("x",), (), {name: len(rows[name]) for name in NAMES}),)
+    buckets = Bucket(("hull", "leeds"), {"rows": 2}), Bucket(("york", "bath"), {"rows": 3})
+    return Stack(NAMES, buckets, call_spec(silos, axes), axes, silos, None)
 
 
 def cohorts_of(count: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpyro_fed as nf
 from numpyro_fed.data.silos import inside
 
 KEY = jax.random.key(0)
-pytestmark = pytest.mark.filterwarnings("ignore:the posterior still moves")
+pytestmark = pytest.mark.filterwarnings("ignore:the posterior still moves", "ignore:silo .* was not asked")
 
 
 class Sealed:
@@ -82,7 +82,7 @@ METHODS = {
     "EP": (nf.EP(counties), {}),
     "PVI": (nf.PVI(counties), {"schedule": "asynchronous"}),
     "SEP": (nf.SEP(regression), {}),
-    "FedPA": (nf.FedPA(regression, num_samples=10, burn_in=5, steps_per_sample=2, burn_in_rounds=1), {}),
+    "FedPA": (nf.FedPA(regression, num_samples=10, num_warmup=5, thinning=2, averaging_rounds=1), {}),
     "FedAvg": (nf.FedAvg(regression, batch_size=3), {"schedule": nf.schedules.sampled(1)}),
 }
 

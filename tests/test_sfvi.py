@@ -8,6 +8,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from numpyro.infer.util import potential_energy
+from programs import compiled
 
 import numpyro_fed as nf
 from numpyro_fed.engines.vmap import Vmap
@@ -285,7 +286,7 @@ def test_other_indices_of_the_same_shape_are_noticed():
 
     silos = lambda row: nf.Silos([dict(y=np.arange(3.0, dtype="f"), row=np.array(row))] * 2)
     method = nf.SFVI(model)
-    found = [method.ready(silos(row))[0].notes["weighting"].rows for row in ([0, 1, 2], [2, 1, 0], [0, 1, 2])]
+    found = [compiled(method, silos(row)).posterior.weighting.rows for row in ([0, 1, 2], [2, 1, 0], [0, 1, 2])]
     assert found == ["aligned", "indexed", "aligned"]
 
 
@@ -342,12 +343,12 @@ def test_message_is_linear_in_the_globals():
     silos = logistic_silos((30, 60))
     method = nf.SFVI(logistic)
     fit = method.run(jax.random.key(0), silos, 2, progress_bar=False)
-    prepared, stack = method.ready(silos)
+    made, key = compiled(method, silos), jax.random.key(0)
     state, _ = fit.state.silo("silo 0")
-    sent = prepared.algorithm.broadcast(jax.random.key(0), fit.state.server)
-    message, _ = jax.eval_shape(prepared.algorithm.silo_step, jax.random.key(0), sent, state, stack.data("silo 0"))
+    sent = made.algorithm.broadcast(key, fit.state.server)
+    message, _ = jax.eval_shape(made.algorithm.silo_step, key, sent, state, made.stack.data("silo 0"))
     d = 3
-    assert message._fields == ("z", "aid", "theta", "value")
+    assert message._fields == ("z", "context", "theta", "value")
     assert sum(leaf.size for leaf in jax.tree.leaves(message)) == 2 * d + 1
 
 

@@ -7,10 +7,10 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from programs import compiled
 
 import numpyro_fed as nf
 from numpyro_fed.keys import fold_in_name, identity
-from numpyro_fed.methods.sfvi_avg import _sizes
 from numpyro_fed.normal.barycenter import barycenter, w2
 
 
@@ -70,9 +70,10 @@ def test_a_round_is_local_steps_and_a_barycenter(x64, weights):
     settings = dict(optim=optax.adam(0.05), start_rounds=0)
     method = nf.SFVIAvg(regression, local_steps=7, weights=weights, **settings)
     fit = method.run(jax.random.key(3), silos, 1, progress_bar=False)
-    prepared, stack = method.ready(silos)
-    begin, _ = nf.engines.Vmap().start(prepared.algorithm, jax.random.key(3), stack)
-    own = nf.SFVI.algorithm(method, prepared.split, prepared.notes["weighting"])
+    made = compiled(method, silos)
+    stack = made.stack
+    begin, _ = nf.engines.Vmap().start(made.algorithm, jax.random.key(3), stack)
+    own = compiled(nf.SFVI(regression, **settings), silos).algorithm
     found = []
     for name, n in zip(silos.names, sizes, strict=True):
         server = begin._replace(opt_state=optax.adam(0.05).init((begin.params, begin.theta)))
@@ -205,8 +206,7 @@ def test_crossed_rows_are_counted_once():
             numpyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
     silos = nf.Silos([dict(y=np.ones((n, 4), "f")) for n in (3, 6)])
-    prepared, _ = nf.SFVIAvg(crossed).ready(silos)
-    np.testing.assert_array_equal(_sizes(prepared.split), [3, 6])
+    assert nf.SFVIAvg(crossed).prepare(silos).survey.sizes == (12, 24)
 
 
 def test_engines_agree(x64):
@@ -234,7 +234,7 @@ def test_bad_settings():
     with pytest.raises(ValueError, match=r"or use nf.SFVI with this guide"):
         nf.SFVIAvg(groups, guide=nf.guides.StructuredNormal(global_guide=numpyro.infer.autoguide.AutoNormal))
     with pytest.warns(UserWarning, match="one silo, so there is nothing to average"):
-        nf.SFVIAvg(groups).ready(nf.Silos([dict(y=np.ones(3, "f"))]))
+        nf.SFVIAvg(groups).run(jax.random.key(0), nf.Silos([dict(y=np.ones(3, "f"))]), 1, progress_bar=False)
 
 
 # --- each silo alone ------------------------------------------------------------------------------------------------

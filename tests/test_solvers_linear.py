@@ -10,6 +10,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from numpyro import handlers
+from programs import compiled
 
 import numpyro_fed as nf
 from numpyro_fed.data.padding import silo_data
@@ -295,9 +296,9 @@ def test_no_array_has_d_squared_elements(name):
     d = 2000
     silos, _ = regression(d, (6, 4))
     method = nf.EP(logistic, family="diagonal", solver=name)
-    prepared, stack = method.ready(silos)
-    server, states = nf.engines.Vmap().start(prepared.algorithm, jax.random.key(0), stack)
-    algorithm, key, data = in_user_precision(prepared.algorithm, False), jax.random.key(0), stack.data("s0")
+    made, key = compiled(method, silos), jax.random.key(0)
+    server, states = nf.engines.Vmap().start(made.algorithm, key, made.stack)
+    algorithm, data = in_user_precision(made.algorithm, False), made.stack.data("s0")
 
     def round_(server, state):
         message, _ = algorithm.silo_step(key, sent_to(algorithm.broadcast(key, server), 0), state, data)

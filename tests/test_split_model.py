@@ -19,7 +19,7 @@ from numpyro_fed.data import stack as stack_module
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.padding import SiloData, silo_data
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.stack import bucket_names, stack
+from numpyro_fed.data.stack import bucket_names, stack_of
 from numpyro_fed.model import certificate
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.certificate import certify
@@ -44,12 +44,8 @@ def run(function: Any, *args: Any) -> Any:
 
 def padded_data(silos: Silos, split: SplitModel) -> dict[str, SiloData]:
     """Each silo's data as its bucket pads them."""
-    found = {}
-    for bucket in stack(silos, split.spec, split.partition.axes):
-        for i, name in enumerate(bucket.names):
-            args, mask = jax.tree.map(lambda leaf, i=i: leaf[i], (bucket.args, bucket.mask))
-            found[name] = SiloData(args, mask, split.shared)
-    return found
+    stack = stack_of(silos, silos, split.spec, split.partition.axes)
+    return {name: stack.data(name) for name in silos.names}
 
 
 def random_point(split: SplitModel, data: dict[str, SiloData], seed: int = 0) -> Point:
@@ -73,12 +69,13 @@ def real_rows(split: SplitModel, local: dict[str, Any], mask: dict[str, Any]) ->
 def terms(split: SplitModel, silos: Silos, point: Point) -> tuple[Any, dict[str, Any]]:
     """log_prior, and log_silo by name, computed as an engine does: bucket by bucket, vmapped."""
     found: dict[str, Any] = {}
-    for bucket in stack(silos, split.spec, split.partition.axes):
+    stack = stack_of(silos, silos, split.spec, split.partition.axes)
+    for bucket, arrays in zip(stack.buckets, stack.arrays, strict=True):
         local = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(point.local[name] for name in bucket.names))
         log_silo = lambda z_local, args, mask: split.log_silo(
             point.z, z_local, point.theta, SiloData(args, mask, split.shared)
         )
-        values = jax.vmap(log_silo)(local, bucket.args, bucket.mask)
+        values = jax.vmap(log_silo)(local, *arrays)
         found |= dict(zip(bucket.names, values, strict=True))
     return split.log_prior(point.z, point.theta), found
 
@@ -296,7 +293,7 @@ def test_deterministics_that_mix_rows_are_right_without_padded_rows() -> None:
 def test_certificate_is_given(name: str) -> None:
     case = MODELS[name]
     silos = case.silos()
-    certify(split_model(case.model, silos, **case.options, check=False), silos)
+    assert certify(split_model(case.model, silos, **case.options, check=False), silos) is None
 
 
 def mean_of_rows(y):
@@ -346,8 +343,8 @@ def test_rows_may_mix_in_silos_of_equal_size(model: Any) -> None:
     """There no row need be padded, and none is, though 5 would be rounded up to 8 for speed."""
     silos = Silos([dict(y=normal(0, 5)), dict(y=normal(1, 5))])
     split = split_model(model, silos)
-    (bucket,) = stack(silos, split.spec, split.partition.axes)
-    assert bucket.args[0].shape == (2, 5)
+    ((args, _),) = stack_of(silos, silos, split.spec, split.partition.axes).arrays
+    assert args[0].shape == (2, 5)
 
 
 def test_lengths_are_rounded_up_where_rows_do_not_mix() -> None:
@@ -359,8 +356,8 @@ def test_lengths_are_rounded_up_where_rows_do_not_mix() -> None:
 
     silos = Silos([dict(y=normal(0, 13)), dict(y=normal(1, 13))])
     split = split_model(model, silos)
-    (bucket,) = stack(silos, split.spec, split.partition.axes)
-    assert bucket.args[0].shape == (2, 16)
+    ((args, _),) = stack_of(silos, silos, split.spec, split.partition.axes).arrays
+    assert args[0].shape == (2, 16)
 
 
 def test_a_density_that_is_not_finite_is_named() -> None:
@@ -384,7 +381,7 @@ def test_only_four_silos_are_certified(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(certificate, "silo_data", looked_at)
     silos = Silos({f"s{n}": dict(y=normal(n, n)) for n in range(1, 8)})
-    certify(split_model(neighbourless, silos, check=False), silos)
+    assert certify(split_model(neighbourless, silos, check=False), silos) is None
     assert len(seen) == 4
     assert {"s1", "s7"} <= seen
 

@@ -12,9 +12,8 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
-from numpyro_fed.data.names import Names
-from numpyro_fed.data.padding import shared_arrays
-from numpyro_fed.data.stack import Source, Stack, gathered, stack
+from numpyro_fed.data.names import LazyNames
+from numpyro_fed.data.stack import gathered, stack_of
 from numpyro_fed.data.store import SiloStore
 from numpyro_fed.methods.fedpa import MOST_ASKED
 from numpyro_fed.model.build import split_model
@@ -192,7 +191,7 @@ def test_an_empty_directory(tmp_path):
 
 @pytest.mark.parametrize("labels", [None, np.array([7, 3, 11]), np.array(["york", "leeds", "hull"])], ids=str)
 def test_lazy_names_are_a_sequence(labels):
-    names = Names(3, labels)
+    names = LazyNames(3, labels)
     listed = ["0", "1", "2"] if labels is None else [str(label) for label in labels]
     assert list(names) == listed
     assert [names.index(name) for name in listed] == [0, 1, 2]
@@ -200,9 +199,9 @@ def test_lazy_names_are_a_sequence(labels):
     assert not any(name in names for name in ("nobody", "00", "-1", "3.0", "99"))
     assert names[-1] == listed[-1]
     assert names[:2] == tuple(listed[:2])
-    assert names == Names(3, None if labels is None else labels.copy())
-    assert hash(names) == hash(Names(3, labels))
-    assert names != Names(4)
+    assert names == LazyNames(3, None if labels is None else labels.copy())
+    assert hash(names) == hash(LazyNames(3, labels))
+    assert names != LazyNames(4)
     with pytest.raises(IndexError):
         names[3]
     with pytest.raises(ValueError, match="nobody"):
@@ -210,7 +209,7 @@ def test_lazy_names_are_a_sequence(labels):
 
 
 def test_cohorts_of_a_store_are_drawn_without_looking_at_every_silo():
-    names, schedule = Names(MANY), schedules.sampled(50)
+    names, schedule = LazyNames(MANY), schedules.sampled(50)
     cohorts = schedule.cohorts(KEY, names, 0, 200)
     assert cohorts.shape == (200, 50)
     assert all(len(set(row)) == 50 for row in cohorts.tolist())
@@ -261,9 +260,8 @@ def toy() -> FederatedAlgorithm:
 def test_streamed_equals_vmap_on_a_toy(store, ahead, everyone):
     silos = in_memory(12)
     split = split_model(regression, store.example())
-    axes = split_model(regression, silos).partition.axes
-    full = Stack(silos.names, tuple(stack(silos, split.spec, axes)), shared_arrays(silos))
-    lazy = full._replace(names=store.names, buckets=(), source=Source(store, split.spec, split.partition.axes))
+    full = stack_of(silos, silos, split.spec, split_model(regression, silos).partition.axes)
+    lazy = stack_of(store, store.example(), split.spec, split.partition.axes)
     cohorts = None if everyone else COHORTS.cohorts(KEY, silos.names, 0, 5)
     found = []
     for engine, data in ((nf.engines.Vmap(), full), (nf.engines.Streamed(**ahead), lazy)):
@@ -339,8 +337,7 @@ def test_reading_goes_on_while_the_device_works(store):
     split = split_model(regression, store.example())
     lazy = SiloStore.from_function(slow, 12)
     lazy.__dict__["_expected"] = store._expected  # its own example would be read first
-    source = Source(lazy, split.spec, split.partition.axes)
-    stacked = Stack(lazy.names, (), (), source)
+    stacked = stack_of(lazy, store.example(), split.spec, split.partition.axes)
     engine = nf.engines.Streamed(prefetch=1)
     server, _ = engine.start(algorithm, KEY, stacked)
     _, _, info = engine.rounds(algorithm, KEY, stacked, server, (), 0, np.arange(5)[:, None], 5)
@@ -349,7 +346,7 @@ def test_reading_goes_on_while_the_device_works(store):
 
 def test_cohorts_of_similar_sizes_share_a_program(store):
     split = split_model(regression, store.example())
-    source = Source(store, split.spec, split.partition.axes)
+    source = stack_of(store, store.example(), split.spec, split.partition.axes)
     lengths = {source.cohort([i])[2]["rows"].shape[1] for i in range(12)}
     assert lengths == {1, 2, 4, 8}
     identities, args, mask = source.cohort([4, 0])

@@ -76,8 +76,8 @@ def check_rho(rho: Any) -> Any:
     if (number and rho >= 0) or (isinstance(rho, str) and rho in CHOSEN):
         return rho
     raise ValueError(
-        f"rho is {rho!r}; use 'oas' or 'rblw' (chosen from the draws), a number of at least 0 (the paper's; 0 is the "
-        "identity), or math.inf (the plain sample covariance)"
+        f"shrinkage is {rho!r}; use 'oas' or 'rblw' (chosen from the draws), a number of at least 0 (the paper's rho; "
+        "0 is the identity), or math.inf (the plain sample covariance)"
     )
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Posterior
-from numpyro_fed.data.names import Names
+from numpyro_fed.data.names import LazyNames
 from numpyro_fed.data.store import SiloStore
 from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.results.codec import encode, keep_in
@@ -89,7 +89,7 @@ def sites(part: Partition) -> list[list[Any]]:
 
 def _names(names: Any, arrays: dict[str, np.ndarray]) -> Any:
     """All silos' names; of a store, their number and the array they are in."""
-    if not isinstance(names, Names):
+    if not isinstance(names, LazyNames):
         return names
     return {"count": len(names), "labels": None if names.labels is None else keep_in(arrays)(names.labels)}
 

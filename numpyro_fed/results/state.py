@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_fed.algorithm import PyTree
-from numpyro_fed.checks import told
-from numpyro_fed.data.names import Names
+from numpyro_fed.checks import format_names
+from numpyro_fed.data.names import LazyNames
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.model.split_model import SplitModel
 
@@ -17,7 +17,7 @@ class State(NamedTuple):
     """Everything a run can go on from. The silos' part is private to them: it is in here as they are simulated here."""
 
     method: str  # its name; a corrected fit has that of the method before
-    names: tuple[str, ...]  # of a store: its lazy Names, and there are no buckets and no silos' states
+    names: tuple[str, ...]  # of a store: its lazy LazyNames, and there are no buckets and no silos' states
     buckets: tuple[tuple[str, ...], ...]
     server: PyTree
     silos: tuple[PyTree, ...]  # over buckets, stacked over the bucket's silos
@@ -25,13 +25,13 @@ class State(NamedTuple):
 
     def silo(self, name: str) -> tuple[PyTree, int]:
         """One silo's state, and its bucket."""
-        if isinstance(self.names, Names) and name in self.names:
+        if isinstance(self.names, LazyNames) and name in self.names:
             return (), 0
         for b, bucket in enumerate(self.buckets):
             if name in bucket:
                 position = bucket.index(name)
                 return jax.tree.map(lambda leaf, position=position: leaf[position], self.silos[b]), b
-        raise KeyError(f"no silo is named {name!r}; the silos are {told(self.names)}")
+        raise KeyError(f"no silo is named {name!r}; the silos are {format_names(self.names)}")
 
     def arranged(self, stack: Stack) -> tuple[PyTree, ...]:
         """The silos' states in another stack's buckets and order."""
