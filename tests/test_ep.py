@@ -101,10 +101,10 @@ def test_the_posterior_is_the_product_of_its_factors_after_every_round(x64):
             was = np.asarray(before.sites.each.precision[j])
             expected = was + 0.3 * (x.T @ x / NOISE**2 - was)
             np.testing.assert_allclose(after.sites.each.precision[j], expected, rtol=1e-10, atol=1e-10)
-        q = method.q(after)
+        q = seen.posterior.q(after)
         total = after.sites.prior.precision + np.sum(after.sites.each.precision, axis=0)
         np.testing.assert_allclose(q.precision, total, rtol=1e-10)
-        mean, cov = method.normal(seen.split, after)
+        mean, cov = np.asarray(seen.normal().mean), seen.normal().covariance
         np.testing.assert_allclose(cov @ np.asarray(q.shift), mean, rtol=1e-10, atol=1e-10)
 
 
@@ -133,9 +133,9 @@ def test_the_order_of_silos_does_not_matter(x64):
     silos = regression_silos(4)
     turned = nf.Silos({name: silos[name] for name in reversed(silos.names)})
     method = nf.EP(regression)
-    one, other = (method.normal(fit.split, fit.state.server) for fit in (run(method, silos), run(method, turned)))
-    np.testing.assert_allclose(one[0], other[0], rtol=1e-9)
-    np.testing.assert_allclose(one[1], other[1], rtol=1e-9)
+    one, other = (fit.normal() for fit in (run(method, silos), run(method, turned)))
+    np.testing.assert_allclose(one.mean, other.mean, rtol=1e-9)
+    np.testing.assert_allclose(one.covariance, other.covariance, rtol=1e-9)
 
 
 def test_tied_sites_reach_the_closed_form_of_a_normal_model(x64):
@@ -166,8 +166,7 @@ def test_diagonal_family_finds_the_pooled_mean_from_a_flat_prior(x64):
         total, shift = total + precision, shift + precision @ mean
     method = nf.EP(located, family="diagonal", solver="laplace", tolerance=0)
     fit = run(method, nf.Silos(silos), 60)
-    mean, _ = method.normal(fit.split, fit.state.server)
-    np.testing.assert_allclose(mean, np.linalg.solve(total, shift), atol=1e-8)
+    np.testing.assert_allclose(fit.normal().mean, np.linalg.solve(total, shift), atol=1e-8)
 
 
 # --- priors that are not normal ---------------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ def test_silo_order_changes_nothing():
     found = []
     for names in (silos.names, silos.names[::-1]):
         fit = method.run(jax.random.key(0), nf.Silos({n: silos[n] for n in names}), 2, progress_bar=False)
-        found.append(method.q(fit.state.server))
+        found.append(fit.posterior.q(fit.state.server))
     for a, b in zip(*found, strict=True):
         assert np.allclose(a, b, rtol=1e-4)
 
@@ -343,7 +343,7 @@ def test_server_optimiser_moves_sites_not_the_prior(tied):
         for _ in range(3):
             state = None if fit is None else fit.state
             fit = method.run(jax.random.key(0), silos, 1, init_state=state, progress_bar=False)
-            yield method.q(fit.state.server), fit.state.server.sites
+            yield fit.posterior.q(fit.state.server), fit.state.server.sites
 
     plain = list(states(None))
     for optim, tolerance in ((optax.sgd(1.0), 1e-10), (optax.adam(0.1), None)):

@@ -90,9 +90,8 @@ def log_evidence(family: Family, q: Natural, at: Coordinates, cavity: Natural, l
 def to_z(at: Coordinates, x: Array) -> Array:
     """z = m + R x, for points (..., d), in the user's precision: the model's derivatives are taken through it."""
     here = to_user_dtype(at)
-    if here.root.ndim == 1:
-        return here.mean + here.root * x
-    return here.mean + x @ here.root.T
+    moved = here.root * x if here.root.ndim == 1 else x @ here.root.T
+    return jnp.expand_dims(here.mean, tuple(range(x.ndim - 1))) + moved
 
 
 @in_x64

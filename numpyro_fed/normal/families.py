@@ -163,7 +163,7 @@ def _dense(precision: Array, shift: Array) -> Array:
     d = shift.shape[-1]
     if jnp.ndim(precision) == 2:
         return precision
-    return jnp.eye(d) * precision
+    return jnp.diag(jnp.broadcast_to(precision, (d,)))
 
 
 def _project(kind: str, mean: ArrayLike, covariance: ArrayLike) -> Natural:
@@ -183,7 +183,7 @@ def _project(kind: str, mean: ArrayLike, covariance: ArrayLike) -> Natural:
 def _scaled(precision: Array) -> tuple[Array, Array]:
     """A matrix with a unit diagonal, and the scale by which it was divided."""
     scale = jnp.sqrt(jnp.maximum(jnp.diagonal(precision), 1e-300))
-    return precision / scale / scale[:, None], scale
+    return precision / scale[None, :] / scale[:, None], scale
 
 
 @in_x64

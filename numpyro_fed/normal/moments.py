@@ -47,6 +47,11 @@ class Shrinkage(NamedTuple):
     c: Array
     scale: Array  # the diagonal of T, (d,) or ()
 
+    @property
+    def row(self) -> Array:
+        """The scale, for draws and directions: (1, d) or (1, 1)."""
+        return jnp.reshape(self.scale, (1, -1))
+
 
 def oas(trace: Array, trace_of_square: Array, num: int, d: int) -> Array:
     """The identity's share by the oracle approximating shrinkage estimator, from tr S and tr S^2 of ``num`` draws."""
@@ -90,10 +95,10 @@ def shrinkage(draws: Float[Array, "l d"], rho: Any) -> Shrinkage:
         one = jnp.ones(())
         if not isinstance(rho, str) and math.isfinite(rho):
             return Shrinkage(one / (1 + (num - 1) * rho), one * (num - 1) * rho, one)
-        away = draws - jnp.mean(draws, axis=0)
+        away = draws - jnp.mean(draws, axis=0, keepdims=True)
         variances = jnp.sum(away**2, axis=0) / (num - 1)
         scale = jnp.sqrt(shrunk_variances(variances, 2 * variances**2 / (num + 1)))  # as of normal draws
-        away = away / scale
+        away = away / scale[None]
         gram = away @ away.T / (num - 1)  # (l, l), with the eigenvalues of S~
         trace = jnp.trace(gram)
         nu = jnp.maximum(trace / d, LEAST)
@@ -178,7 +183,7 @@ def _scanned(theta: Array, draws: Array, shrunk: Shrinkage) -> Array:
     num = draws.shape[0]
     rho = shrunk.c / (num - 1)
     step = lambda now, draw: (add(now, draw, rho), None)
-    now, _ = jax.lax.scan(step, start(theta / shrunk.scale, num), draws / shrunk.scale)
+    now, _ = jax.lax.scan(step, start(theta / shrunk.scale, num), draws / shrunk.row)
     return now.delta / (shrunk.a * shrunk.scale)
 
 
@@ -247,16 +252,16 @@ def precision(draws: Float[Array, "l d"], shrunk: Shrinkage, gradients: Float[Ar
     num, d = draws.shape
     if gradients is not None and num > d:
         return _corrected_precision(draws, shrunk, gradients)
-    x = (draws - jnp.mean(draws, axis=0)) / shrunk.scale * jnp.sqrt(shrunk.c / (num - 1))
+    x = (draws - jnp.mean(draws, axis=0, keepdims=True)) / shrunk.row * jnp.sqrt(shrunk.c / (num - 1))
     ones = jnp.ones(d)
     if num <= d:
         values, vectors = jnp.linalg.eigh(x @ x.T)
         values = jnp.maximum(values, 0.0)
         directions = vectors.T @ x / jnp.sqrt(jnp.maximum(values, LEAST))[:, None]
         weights = -values / (1 + values) / shrunk.a
-        return Precision(ones / (shrunk.a * shrunk.scale**2), weights, directions / shrunk.scale)
+        return Precision(ones / (shrunk.a * shrunk.scale**2), weights, directions / shrunk.row)
     values, vectors = jnp.linalg.eigh(x.T @ x)
-    return Precision(0 * ones, 1 / (shrunk.a * (1 + jnp.maximum(values, 0.0))), vectors.T / shrunk.scale)
+    return Precision(0 * ones, 1 / (shrunk.a * (1 + jnp.maximum(values, 0.0))), vectors.T / shrunk.row)
 
 
 def _corrected_precision(draws: Array, shrunk: Shrinkage, gradients: Array) -> Precision:
