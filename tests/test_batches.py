@@ -208,8 +208,6 @@ def test_minibatches_reach_the_posterior():
 
 
 def test_bad_batches():
-    with pytest.raises(ValueError, match="batch_size must be an int of at least 1, got 0"):
-        nf.SFVI(rows, batch_size=0)
     silos = silos_of((7, 9))
     with pytest.raises(ValueError, match='local_cov="full" ties them together: use local_cov="block"'):
         guide = nf.guides.StructuredNormal(local_cov="full")

@@ -334,29 +334,7 @@ def test_the_bound_is_the_evidence_where_the_posterior_is_normal(linear):
     assert fit.elbo() == pytest.approx(float(evidence), abs=0.05)
 
 
-# --- laws -------------------------------------------------------------------------------------------------------------
-
-METHODS = {
-    "FedAvg": nf.FedAvg(regression, local_steps=3),
-    "minibatches": nf.FedAvg(regression, local_steps=3, batch_size=4, optim=optax.sgd(0.05)),
-    "FedPA": nf.FedPA(regression, num_samples=5, num_warmup=3, thinning=2, averaging_rounds=1, shrinkage=0.1),
-}
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_engines_agree(name):
-    silos = unlike()
-    fast, plain = (run(METHODS[name], silos, 3, engine=e) for e in (nf.engines.Vmap(), nf.engines.Loopback()))
-    np.testing.assert_allclose(fast.state.server.z, plain.state.server.z, rtol=2e-4, atol=1e-5)
-    assert np.array_equal(fast.history["bytes_up"][:-1], plain.history["bytes_up"][:-1])
-
-
-def test_a_run_in_two_parts_is_one_run():
-    silos = unlike()
-    method = nf.FedAvg(regression, local_steps=3, batch_size=4, optim=optax.sgd(0.05), server_optim=optax.adam(0.1))
-    whole, first = run(method, silos, 6), run(method, silos, 2)
-    rest = run(method, silos, 4, init_state=first.state)
-    np.testing.assert_allclose(rest.state.server.z, whole.state.server.z, rtol=1e-5)
+# --- fits ------------------------------------------------------------------------------------------------------------
 
 
 def test_cohorts_and_sizes():
@@ -366,17 +344,6 @@ def test_cohorts_and_sizes():
     _, cov = normal_posterior(silos)
     sds = fit.normal().sds
     assert np.all((sds > 0.6 * np.sqrt(np.diag(cov))) & (sds < 1.6 * np.sqrt(np.diag(cov))))
-
-
-def test_a_fit_is_saved_and_other_methods_start_from_it(linear, tmp_path):
-    silos, fit = linear
-    loaded = nf.load(fit.save(tmp_path / "fit"), nf.FedPA(regression))
-    same = [one.sample(jax.random.key(3), 5)["b"] for one in (fit, loaded)]
-    np.testing.assert_array_equal(*same)
-    ep = run(nf.EP(regression), silos, 2, init_state=fit)
-    assert shift(ep, silos) < 0.01
-    again = run(nf.FedAvg(regression, local_steps=1, optim=optax.sgd(1e-4)), silos, 1, init_state=ep)
-    assert shift(again, silos) < 0.02  # where EP was
 
 
 def test_a_point_estimate_has_the_interface_of_a_fit(tmp_path):
@@ -399,25 +366,6 @@ def test_a_point_estimate_has_the_interface_of_a_fit(tmp_path):
 def test_local_latents_get_the_names_of_methods_that_take_them(method):
     with pytest.raises(nf.PartitionError, match=r"nf\.Fed\w+ .*local latents \('alpha'\).*nf\.SFVI, nf\.EP"):
         run(method(random_effects), unlike())
-
-
-@pytest.mark.parametrize(
-    "make, told",
-    [
-        (lambda: nf.FedPA(regression, sampler="gibbs"), "use 'iasg', 'laplace', 'nuts', or a function"),
-        (lambda: nf.FedPA(regression, shrinkage=-1), "shrinkage is -1"),
-        (lambda: nf.FedPA(regression, num_samples=1), "num_samples must be an int of at least 2"),
-        (lambda: nf.FedPA(regression, optim=optax.sgd(0.1)), "pass batch_size=20"),
-        (lambda: nf.FedAvg(regression, local_steps=0), "local_steps must be an int of at least 1"),
-        (lambda: nf.FedAvg(regression, proximal=-1.0), "proximal must be a number of at least 0"),
-        (lambda: nf.FedAvg(regression, optim="adam"), "optim must be an optax optimiser"),
-        (lambda: nf.FedAvg(regression, prior=1), "prior is True"),
-        (lambda: nf.FedAvg(regression, init_loc_fn=3), "init_loc_fn is a NumPyro initialisation strategy"),
-    ],
-)
-def test_settings_are_checked(make, told):
-    with pytest.raises((TypeError, ValueError), match=told):
-        make()
 
 
 def test_plain_covariances_need_more_samples_than_dimensions():

@@ -211,7 +211,7 @@ every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def data() -> Stack:
     """Two buckets that do not follow the order of the names."""
     rows = {"leeds": [1.0, 2.0], "york": [3.0, -1.0, 0.5], "hull": [-2.0, 0.25], "bath": [0.1, 0.2, 4.0]}
-    silos = nf.Silos({name: dict(x=np.array(rows[name])) for name in NAMES})
+    silos = nf.Silos({name: dict(x=np.array(rows[name], jnp.result_type(float))) for name in NAMES})
     axes = (Axis("rows", ("x",), (), {name: len(rows[name]) for name in NAMES}),)
     buckets = Bucket(("hull", "leeds"), {"rows": 2}), Bucket(("york", "bath"), {"rows": 3})
     return Stack(NAMES, buckets, call_spec(silos, axes), axes, silos, None)

@@ -11,7 +11,6 @@ from numpyro.infer.util import potential_energy
 from programs import compiled
 
 import numpyro_fed as nf
-from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 
 
@@ -190,19 +189,6 @@ def close(a, b, **tolerance):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
 
 
-@pytest.mark.parametrize("schedule", [None, nf.schedules.sampled(2), "sequential"], ids=str)
-def test_vmap_equals_loopback(x64, schedule):
-    """Also with buckets: sizes 3 to 40 need more than one."""
-    silos = logistic_silos((3, 40, 4, 5, 3), np.float64)
-    method = nf.SFVI(logistic, optim=optax.adam(0.05), importance_samples=3, start_rounds=0)
-    run = lambda engine: method.run(jax.random.key(0), silos, 8, schedule=schedule, engine=engine, progress_bar=False)
-    fast, plain = run(nf.engines.Vmap()), run(nf.engines.Loopback())
-    assert len(fast.padded) > 1
-    close(fast.state.server, plain.state.server, rtol=1e-8, atol=1e-10)
-    close(fast.state.silos, plain.state.silos, rtol=1e-8, atol=1e-10)
-    close(fast.history, plain.history, rtol=1e-9)  # bytes too: counted from shapes there, from real messages here
-
-
 def test_one_float32_step_agrees_between_engines_after_a_start():
     """The start searches along lines and accepts or rejects: near a tie, rounding decides. Hence one short step."""
     silos = logistic_silos((3, 6))
@@ -211,23 +197,6 @@ def test_one_float32_step_agrees_between_engines_after_a_start():
     fast, plain = run(nf.engines.Vmap()), run(nf.engines.Loopback())
     close(fast.state.server, plain.state.server, rtol=1e-5, atol=1e-6)
     close(fast.state.silos, plain.state.silos, rtol=1e-5, atol=1e-6)
-
-
-def test_absent_silos_do_not_move():
-    """Not by a bit: neither parameters nor optimiser."""
-    silos = logistic_silos((3, 4, 5))
-    method = nf.SFVI(logistic, start_rounds=0)
-    only = nf.schedules.fixed([["silo 1"]])
-    before = method.run(jax.random.key(0), silos, 1, schedule=only, progress_bar=False)
-    after = method.run(jax.random.key(0), silos, 20, schedule=only, init_state=before.state, progress_bar=False)
-    for name in ("silo 0", "silo 2"):
-        jax.tree.map(np.testing.assert_array_equal, before.state.silo(name)[0].params, after.state.silo(name)[0].params)
-        moments = lambda fit, name=name: fit.state.silo(name)[0].opt_state[0]
-        jax.tree.map(np.testing.assert_array_equal, moments(before), moments(after))
-    moved = jax.tree.map(
-        lambda a, b: bool(np.any(a != b)), before.state.silo("silo 1")[0].params, after.state.silo("silo 1")[0].params
-    )
-    assert any(jax.tree.leaves(moved))
 
 
 def test_sampled_cohorts_reach_the_same_answer():
@@ -239,29 +208,6 @@ def test_sampled_cohorts_reach_the_same_answer():
     assert abs(float(fit.normal().mean[0]) - y.sum() / 1.25 / precision) < 0.15 * precision**-0.5
     everyone = nf.SFVI(groups).run(jax.random.key(0), silos, 1, progress_bar=False)
     np.testing.assert_array_equal(fit.history["bytes_up"][-6000:] * 8, everyone.history["bytes_up"][-1] * 3)
-
-
-def test_order_of_silos_changes_nothing(x64):
-    silos = logistic_silos((3, 9, 5), np.float64)
-    back = nf.Silos({name: silos.own(name) for name in reversed(silos.names)})
-    method = nf.SFVI(logistic, optim=optax.adam(0.05), importance_samples=2)
-    run = lambda silos: method.run(jax.random.key(0), silos, 20, schedule=nf.schedules.sampled(2), progress_bar=False)
-    one, other = run(silos), run(back)
-    close(one.state.server, other.state.server, rtol=1e-8, atol=1e-10)
-    for name in silos.names:
-        close(one.state.silo(name)[0], other.state.silo(name)[0], rtol=1e-8, atol=1e-10)
-
-
-def test_padding_changes_nothing(x64):
-    """A silo's path is the same beside a much larger silo as beside one of its own size: only padding differs."""
-    small = logistic_silos((4, 4), np.float64)
-    large = logistic_silos((4, 7), np.float64)
-    method = nf.SFVI(logistic, optim=optax.adam(0.05), importance_samples=2, start_rounds=0)
-    first = nf.schedules.fixed([["silo 0"]])
-    one = method.run(jax.random.key(0), small, 20, schedule=first, progress_bar=False)
-    other = method.run(jax.random.key(0), large, 20, schedule=first, progress_bar=False)
-    np.testing.assert_array_equal(small["silo 0"]["x"], large["silo 0"]["x"])
-    close(one.state.server, other.state.server, rtol=1e-9, atol=1e-11)
 
 
 def test_nothing_compiles_twice():
@@ -290,17 +236,6 @@ def test_other_indices_of_the_same_shape_are_noticed():
     assert found == ["aligned", "indexed", "aligned"]
 
 
-def test_resuming_goes_on():
-    """Two runs of 10 with a user's optimiser equal one of 20."""
-    silos = logistic_silos((3, 6))
-    method = nf.SFVI(logistic, optim=optax.adam(0.01))
-    run = lambda rounds, **kw: method.run(jax.random.key(0), silos, rounds, progress_bar=False, **kw)
-    half = run(10)
-    again, whole = run(10, init_state=half.state), run(20)
-    assert again.state.round == whole.state.round == 20
-    close(again.state.server, whole.state.server, rtol=1e-6, atol=1e-7)
-
-
 def test_a_fit_starts_another_method():
     """Other draws, guide and optimiser: the posterior found is the start, and the round counter begins anew."""
     silos = normal_silos(3)
@@ -326,18 +261,6 @@ def test_memory_does_not_grow_with_rounds():
     assert sizes[0] == sizes[1] and held() - before < 2 * sizes[0] + 1_000_000
 
 
-def test_interrupt_returns_the_fit_so_far(capsys):
-    class Impatient(Vmap):
-        def rounds(self, *args, **kwargs):
-            first = args[5]
-            if first >= 512:
-                raise KeyboardInterrupt
-            return super().rounds(*args, **kwargs)
-
-    fit = nf.SFVI(logistic).run(jax.random.key(0), logistic_silos((3, 6)), 5000, engine=Impatient(), progress_bar=False)
-    assert fit.state.round == 512 and (~fit.history["start"]).sum() == 512
-
-
 def test_message_is_linear_in_the_globals():
     """What leaves a silo: gradients at the draw, at the centre, of theta, and the bound. No local latent, no rows."""
     silos = logistic_silos((30, 60))
@@ -355,26 +278,6 @@ def test_message_is_linear_in_the_globals():
 # --- bad inputs ----------------------------------------------------------------------------------------------------
 
 SILOS = logistic_silos((3, 4))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (dict(optim="adam"), r"optax.adam\(1e-2\)"),
-        (dict(optim=optax.adam), r"got adam: pass optax.adam\(1e-2\)"),
-        (dict(optim=optax.lbfgs()), "needs more than gradients"),
-        (dict(optim=optax.adam(-1e-2)), "learning rate positive"),
-        (dict(optim=optax.adam(float("nan"))), "learning rate positive"),
-        (dict(optim=optax.sgd(0.0)), "learning rate positive"),
-        (dict(silo_optim="sgd"), "silo_optim must be"),
-        (dict(importance_samples=0), "importance_samples must be an int of at least 1, got 0"),
-        (dict(num_particles=1.5), "num_particles must be an int of at least 1, got 1.5"),
-        (dict(guide="full"), "StructuredNormal"),
-    ],
-)
-def test_bad_settings(settings, words):
-    with pytest.raises((TypeError, ValueError), match=words):
-        nf.SFVI(logistic, **settings)
 
 
 @pytest.mark.parametrize(

@@ -165,22 +165,6 @@ def test_warm_start_and_back():
     assert abs(together.elbo(num_samples=200) - average.elbo(num_samples=200)) < 0.05
 
 
-def test_absent_silos_do_not_move():
-    silos = regression_silos((20, 30, 40))
-    method = nf.SFVIAvg(plain, local_steps=3, optim=optax.adam(0.01))
-    before = method.run(jax.random.key(0), silos, 1, progress_bar=False)
-    cohort = nf.schedules.fixed([["0", "2"]])
-    after = method.run(jax.random.key(1), silos, 1, init_state=before.state, schedule=cohort, progress_bar=False)
-    same = jax.tree.map(np.array_equal, before.state.silo("1")[0].local, after.state.silo("1")[0].local)
-    assert all(jax.tree.leaves(same))
-    moments = lambda fit, name: np.concatenate(
-        [np.ravel(leaf) for leaf in jax.tree.leaves(fit.state.silo(name)[0].opt_state[0])]
-    )
-    np.testing.assert_array_equal(moments(before, "1"), moments(after, "1"))
-    assert not np.array_equal(moments(before, "0"), moments(after, "0"))
-    assert np.isnan(after.history["disagreement"][-1][1]) and np.isfinite(after.history["disagreement"][-1][0])
-
-
 def test_a_last_round_that_diverges_is_told():
     """The loss is that of the round's beginning, so what the last round leaves is looked at by itself."""
     silos = regression_silos((20, 30))
@@ -197,6 +181,7 @@ def test_absent_silos_count_their_own_steps():
     )
     horizon = fit.state.silo("0")[0].opt_state[1].horizon
     assert int(horizon) == 10
+    assert np.all(np.sum(np.isfinite(fit.history["disagreement"]), axis=1) == 1), "of the one that was asked"
 
 
 def test_crossed_rows_are_counted_once():
@@ -209,30 +194,7 @@ def test_crossed_rows_are_counted_once():
     assert nf.SFVIAvg(crossed).prepare(silos).survey.sizes == (12, 24)
 
 
-def test_engines_agree(x64):
-    silos = nf.Silos([dict(y=np.arange(n) / 3.0) for n in (3, 5)])
-    method = nf.SFVIAvg(groups, local_steps=3, start_rounds=0)  # at the optimum Adam would amplify rounding
-    one, other = (
-        method.run(jax.random.key(0), silos, 2, engine=engine, progress_bar=False)
-        for engine in (nf.engines.Vmap(), nf.engines.Loopback())
-    )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), one.state.server, other.state.server
-    )
-    assert one.history["bytes_up"][-1] == other.history["bytes_up"][-1]
-
-
-def test_bad_settings():
-    with pytest.raises(ValueError, match="local_steps must be an int of at least 1, got 0"):
-        nf.SFVIAvg(groups, local_steps=0)
-    with pytest.raises(ValueError, match="scaling is 'half'; use 'whole' or 'paper'"):
-        nf.SFVIAvg(groups, scaling="half")
-    with pytest.raises(ValueError, match="weights is 'rows'"):
-        nf.SFVIAvg(groups, weights="rows")
-    with pytest.raises(ValueError, match=r'full or diagonal covariance.*global_cov="diagonal"'):
-        nf.SFVIAvg(groups, guide=nf.guides.StructuredNormal(global_cov="low_rank"))
-    with pytest.raises(ValueError, match=r"or use nf.SFVI with this guide"):
-        nf.SFVIAvg(groups, guide=nf.guides.StructuredNormal(global_guide=numpyro.infer.autoguide.AutoNormal))
+def test_one_silo_has_nothing_to_average():
     with pytest.warns(UserWarning, match="one silo, so there is nothing to average"):
         nf.SFVIAvg(groups).run(jax.random.key(0), nf.Silos([dict(y=np.ones(3, "f"))]), 1, progress_bar=False)
 

@@ -119,15 +119,6 @@ def test_with_silos_it_is_whole(fit: Fit, path: Path, method: SFVI, silos: Silos
     same(loaded.sample_local(KEY, 5, silo="n"), fit.sample_local(KEY, 5, silo="n"))
 
 
-def test_a_run_goes_on_from_it(fit: Fit, path: Path, method: SFVI, silos: Silos) -> None:
-    on = [
-        method.run(KEY, silos, 2, init_state=state, progress_bar=False)
-        for state in (fit.state, load(path, method).state)
-    ]
-    assert on[1].state.round == 5
-    same(on[0].state.server, on[1].state.server)
-
-
 def test_the_file_has_no_data(path: Path) -> None:
     with np.load(path, allow_pickle=False) as file:
         header = json.loads(file[HEADER].tobytes())

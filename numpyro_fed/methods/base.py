@@ -29,7 +29,7 @@ from numpyro_fed.run.correct import correct
 from numpyro_fed.run.diagnose import NonFinite, explained
 from numpyro_fed.run.finish import finished, warn_of
 from numpyro_fed.run.prepare import Prepared, prepare
-from numpyro_fed.run.runner import Record, Runner
+from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import Schedule, as_schedule
 
 
@@ -118,8 +118,7 @@ class Method:
         program = self.compile(split, prepared.survey, plan)
         name = type(self).__name__
         runner = Runner(engine, key, prepared.stack, split, schedule, progress_bar, name)
-        runner.records.append(Record("survey", 2, prepared.sent.up, prepared.sent.down))
-        runner.uncounted = prepared.sent
+        runner.surveyed(prepared.sent)
         start = resume.start(init_state, name, program, runner)
         fit = partial(finished, runner, program.posterior, prepared, silos, self.again(engine), began)
         try:

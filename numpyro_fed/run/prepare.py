@@ -46,6 +46,11 @@ def prepare(
         lambda: certified(model, some, local, shared),
         *("split", model, local, shared, signature(some)),
     )
+    if silos.lazy and split.groups:
+        raise PartitionError(
+            f"the model has local latents ({', '.join(split.partition.local_sites)}), and silos of a store keep "
+            "nothing of theirs between rounds: hold the data in memory, nf.Silos"
+        )
     stack = stack_of(silos, some, split.spec, split.partition.axes)
     engine = engine if engine is not None and engine.holds_states else Vmap()
     answers, sent = surveys.take(split, stack, engine, batch_size(split))

@@ -50,7 +50,13 @@ class Runner:
         self.history: list[dict[str, np.ndarray]] = []
         self.records: list[Record] = []
         self.uncounted = Traffic(0, 0)  # what was sent before the first round
+        self.recorded = Traffic(0, 0)  # the part of it that has a record of its own
         self.round = 0
+
+    def surveyed(self, sent: Traffic) -> None:
+        """What the silos told before the first phase is counted with its first round, and recorded by itself."""
+        self.records.append(Record("survey", 2, sent.up, sent.down))
+        self.uncounted, self.recorded = self.uncounted + sent, self.recorded + sent
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -222,7 +228,11 @@ class Runner:
         if self.uncounted != Traffic(0, 0):
             self._count(self.uncounted, at=0, rows=rows)
             self.uncounted = Traffic(0, 0)
-        up, down = (int(np.sum(rows[name])) for name in ("bytes_up", "bytes_down"))
+        up, down = (
+            int(np.sum(rows["bytes_up"])) - self.recorded.up,
+            int(np.sum(rows["bytes_down"])) - self.recorded.down,
+        )
+        self.recorded = Traffic(0, 0)
         if self.records and self.records[-1].phase == phase.name:
             last = self.records.pop()
             count, up, down = count + last.rounds, up + last.bytes_up, down + last.bytes_down

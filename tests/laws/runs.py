@@ -1,0 +1,99 @@
+"""One method's runs, each made when a law first asks for it, and kept: they share most programs."""
+
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from sealed import sealed
+from table import METHODS, silos_for
+
+import numpyro_fed as nf
+from numpyro_fed.data import stack
+from numpyro_fed.engines.vmap import Vmap
+
+KEY = jax.random.key(0)
+HALF = 2  # rounds
+COHORT = nf.schedules.fixed([["york"]])
+
+
+class Impatient(Vmap):
+    """A user who stops it after the first half."""
+
+    chunk = HALF
+
+    def rounds(self, *args: Any, **options: Any) -> Any:
+        first = args[5]
+        if first >= HALF:
+            raise KeyboardInterrupt
+        return super().rounds(*args, **options)
+
+
+class Runs:
+    """Of one method of the table, in float64: what the laws claim is exactness."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.row = name, METHODS[name]
+        self.method = self.row.method
+
+    def run(self, silos: nf.Silos, num_rounds: int = 2 * HALF, **options: Any) -> nf.Fit:
+        return self.method.run(KEY, silos, num_rounds, progress_bar=False, **options)
+
+    @cached_property
+    def silos(self) -> nf.Silos:
+        return silos_for(self.method.model)
+
+    @cached_property
+    def whole(self) -> nf.Fit:
+        return self.run(self.silos)
+
+    @cached_property
+    def first(self) -> nf.Fit:
+        return self.run(self.silos, HALF)
+
+    @cached_property
+    def second(self) -> nf.Fit:
+        return self.run(self.silos, HALF, init_state=self.first.state)
+
+    @cached_property
+    def interrupted(self) -> nf.Fit:
+        return self.run(self.silos, engine=Impatient())
+
+    @cached_property
+    def plain(self) -> nf.Fit:
+        """One silo at a time, through bytes, and from arrays that only their silo can read."""
+        return self.run(sealed(self.silos), engine=nf.engines.Loopback())
+
+    @cached_property
+    def turned(self) -> nf.Fit:
+        """The silos in another order."""
+        return self.run(silos_for(self.method.model, *reversed(self.silos.names)))
+
+    @cached_property
+    def padded(self) -> nf.Fit:
+        """All silos as long as the longest."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stack, "PADDING", 100.0)
+            return self.run(self.silos, engine=nf.engines.Loopback())
+
+    @cached_property
+    def cohort(self) -> nf.Fit:
+        """One more round, of one silo."""
+        return self.run(self.silos, 1, schedule=COHORT, init_state=self.whole.state)
+
+    @cached_property
+    def plain_cohort(self) -> nf.Fit:
+        return self.run(self.silos, 1, schedule=COHORT, init_state=self.whole.state, engine=nf.engines.Loopback())
+
+
+def close(a: Any, b: Any, rtol: float = 1e-8, atol: float = 1e-9) -> None:
+    """The same structure, and numbers up to rounding."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)  # type: ignore[operator]
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol)
+
+
+def same(a: Any, b: Any) -> None:
+    """Bit by bit."""
+    close(a, b, 0, 0)

@@ -1,0 +1,77 @@
+"""Every method, on two models and one set of silos. A new method is one more line.
+
+The laws are in the test files beside this one. A method's optimiser is given where it has one: the default's steps
+become smaller over all rounds of a run, so that two halves are not one run.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+
+import numpyro_fed as nf
+
+ADAM, SGD = optax.adam(0.02), optax.sgd(0.05)
+FISHER = nf.solvers.Fisher(num_draws=4, num_steps=5)
+SAMPLES = dict(num_samples=4, num_warmup=3, thinning=2)
+
+
+def counties(county, num_counties, x, y=None):
+    """Long format: a latent for each county of a silo, and homes that know the number of theirs."""
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    beta = numpyro.sample("beta", dist.Normal(0, 10))
+    with numpyro.plate("counties", num_counties):
+        alpha = numpyro.sample("alpha", dist.Normal(mu, 1))
+    with numpyro.plate("homes", x.shape[0]):
+        numpyro.sample("y", dist.Normal(alpha[county] + beta * x, 1), obs=y)
+
+
+def homes(x, y=None):
+    """No locals."""
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([2]).to_event(1))
+    with numpyro.plate("homes", x.shape[0]):
+        numpyro.sample("y", dist.Normal(beta[0] + beta[1] * x, 1), obs=y)
+
+
+# Homes of each county: silos of 4, 24 and 6 homes, too unequal for one bucket.
+SIZES = {"leeds": (1, 3), "york": (9, 2, 6, 7), "hull": (4, 2)}
+
+
+def silos_for(model: Any, *names: str) -> nf.Silos:
+    """In the precision of the moment; the answers (5 and -4) are many posterior sds from where priors have them."""
+    found = {}
+    for seed, (name, sizes) in enumerate(SIZES.items()):
+        draws = np.random.default_rng(seed)
+        county = draws.permutation(np.repeat(np.arange(len(sizes)), sizes))
+        x = draws.normal(size=len(county))
+        y = 5 + draws.normal(size=len(sizes))[county] - 4 * x + draws.normal(size=len(county))
+        real = lambda values: np.asarray(values, jnp.result_type(float))
+        found[name] = dict(x=real(x), y=real(y))
+        if model is counties:
+            found[name] |= dict(county=county.astype(np.int32), num_counties=len(sizes))
+    return nf.Silos({name: found[name] for name in names or SIZES})
+
+
+class Row(NamedTuple):
+    """A method, and what the laws must know of it."""
+
+    method: Any
+    sites: bool = False  # its server holds a factor for each silo
+    point: bool = False  # it has no spread
+
+
+METHODS: dict[str, Row] = {
+    "SFVI": Row(nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=2)),
+    "SFVI, minibatches": Row(nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=0, batch_size=1)),
+    "SFVI, no locals": Row(nf.SFVI(homes, optim=ADAM, num_particles=2)),
+    "SFVIAvg": Row(nf.SFVIAvg(counties, optim=ADAM, importance_samples=1, start_rounds=1, local_steps=3)),
+    "EP": Row(nf.EP(counties, tolerance=0), sites=True),
+    "PVI": Row(nf.PVI(homes, tolerance=0), sites=True),
+    "EP, Fisher": Row(nf.EP(homes, family="diagonal", solver=FISHER, tolerance=0), sites=True),
+    "SEP": Row(nf.SEP(homes, family="diagonal", solver="identity", tolerance=0)),
+    "FedPA": Row(nf.FedPA(homes, optim=SGD, server_optim=SGD, batch_size=2, rho=0.1, averaging_rounds=1, **SAMPLES)),
+    "FedAvg": Row(nf.FedAvg(homes, optim=SGD, local_steps=2, batch_size=3), point=True),
+}
