@@ -75,7 +75,7 @@ def judged(name, model, silos, seeds, num_samples):
             mine = found[found["method"] == method].set_index("parameter")
             for parameter in mine.index:
                 weights = getattr(one, "correction", None)
-                note = "" if weights is None else f"{weights.ess:.0f}, {weights.khat:.2f}"
+                note = "" if weights is None else f"{weights.ess:.0f}, {weights.pareto_k:.2f}"
                 rows.append(
                     [name, seed, method, parameter, f"{mine.loc[parameter, 'mean_shift']:.3f}"]
                     + [f"{mine.loc[parameter, 'sd_ratio']:.3f}", f"{error.get(parameter, np.nan):.3f}"]

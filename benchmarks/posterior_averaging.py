@@ -25,7 +25,7 @@ import optax
 import numpyro_fed as nf
 from benchmarks.common import table
 from numpyro_fed.algorithm import Broadcast, Plan
-from numpyro_fed.methods.averaging import Sent
+from numpyro_fed.methods.averaging import AveragingBroadcast
 from numpyro_fed.normal import moments
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
@@ -80,9 +80,9 @@ def playground_methods():
         quadratic,
         sampler=exact_draws,
         num_samples=10,
-        rho=1.0,
+        shrinkage=1.0,
         stein=False,
-        burn_in_rounds=0,
+        averaging_rounds=0,
         server_optim=optax.sgd(0.1),
         prior=False,
         posterior=False,
@@ -214,7 +214,7 @@ def silo_step(method, silos):
 
     def step(key, w, data):
         zero = jnp.zeros((), w.dtype)
-        sent = Sent(w, jnp.asarray(isinstance(method, nf.FedAvg)), zero + survey.total, zero)
+        sent = AveragingBroadcast(w, jnp.asarray(isinstance(method, nf.FedAvg)), zero + survey.total, zero)
         return algorithm.silo_step(key, Broadcast(sent), (), data)[0].delta
 
     return step, stack
@@ -234,10 +234,10 @@ def silo_times(d, rho="oas", num_rows=1000, epochs=5, steps=100, repeats=25):
         optim=optim,
         batch_size=10,
         num_samples=epochs,
-        steps_per_sample=steps,
-        burn_in=0,
-        burn_in_rounds=0,
-        rho=rho,
+        thinning=steps,
+        num_warmup=0,
+        averaging_rounds=0,
+        shrinkage=rho,
         prior=False,
     )
     pairs = []
@@ -320,7 +320,7 @@ def bias(d, samples=BIAS_SAMPLES, steps=BIAS_STEPS, rhos=(0.1, "oas"), num_probl
     for number in steps:
         found = deltas(replace(plain, local_steps=number), silos, w, num_keys) / (rate * number)
         rows.append(("FedAvg", number, *bias_and_spread(found, exact), turned(found, exact)))
-    shared = dict(burn_in_rounds=0, prior=False, stein=False)
+    shared = dict(averaging_rounds=0, prior=False, stein=False)
     for kind in ("IASG", "exact"):
         for rho in (*rhos, math.inf):
             for number in samples:
@@ -331,14 +331,14 @@ def bias(d, samples=BIAS_SAMPLES, steps=BIAS_STEPS, rhos=(0.1, "oas"), num_probl
                         regression,
                         optim=optax.sgd(rate),
                         batch_size=10,
-                        burn_in=250,
-                        steps_per_sample=50,
+                        num_warmup=250,
+                        thinning=50,
                         num_samples=number,
-                        rho=rho,
+                        shrinkage=rho,
                         **shared,
                     )
                 else:
-                    method = nf.FedPA(regression, sampler=exact_draws, num_samples=number, rho=rho, **shared)
+                    method = nf.FedPA(regression, sampler=exact_draws, num_samples=number, shrinkage=rho, **shared)
                 found = deltas(method, silos, w, num_keys)
                 rows.append((f"FedPA, {kind}, rho {rho}", number, *bias_and_spread(found, exact), turned(found, exact)))
     return rows
@@ -384,7 +384,7 @@ def least_squares_methods():
         "FedPA, stein=False": nf.FedPA(regression, stein=False, posterior=False),
         "FedPA, batches of 20": nf.FedPA(regression, batch_size=20, posterior=False),
         "FedPA, batches of 20, seven times the steps": nf.FedPA(
-            regression, batch_size=20, burn_in=500, steps_per_sample=100, posterior=False
+            regression, batch_size=20, num_warmup=500, thinning=100, posterior=False
         ),
     }
 

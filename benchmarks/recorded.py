@@ -219,7 +219,7 @@ def pvi_asynchronous(problem: Problem, seed: int) -> nf.Fit:
 
 
 def fedpa(problem: Problem, seed: int, **options: Any) -> nf.Fit:
-    return run(nf.FedPA(problem.model, burn_in_rounds=2), seed, problem, 2 + SWEEPS, **options)
+    return run(nf.FedPA(problem.model, averaging_rounds=2), seed, problem, 2 + SWEEPS, **options)
 
 
 def fedavg(problem: Problem, seed: int, **options: Any) -> nf.Fit:

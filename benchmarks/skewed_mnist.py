@@ -79,10 +79,10 @@ def methods(model, args):
         "FedPA": nf.FedPA(
             model,
             num_samples=args.epochs,
-            steps_per_sample=each,
-            burn_in=0,
-            burn_in_rounds=args.burn_in_rounds,
-            rho=args.rho,
+            thinning=each,
+            num_warmup=0,
+            averaging_rounds=args.averaging_rounds,
+            shrinkage=args.rho,
             server_optim=optax.sgd(args.pa_server),
             **walk,
         ),
@@ -197,7 +197,7 @@ def parser():
 def main(args):
     if args.quick:
         args.num_silos, args.num_images, args.num_rounds, args.hidden, args.cohort = 10, 2_000, 6, 10, 5
-        args.burn_in_rounds = 3
+        args.averaging_rounds = 3
     train, test = mnist.load()
     if args.quick:
         test = mnist.Images(test.image[:1000], test.digit[:1000])

@@ -39,10 +39,10 @@ def check_count(name: str, value: Any, least: int = 1, optional: bool = False) -
     return int(value)
 
 
-def told(names: Sequence[str], most: int = 10) -> str:
+def format_names(names: Sequence[str], most: int = 10) -> str:
     """Names for a message: all of them if they are few.
 
-    >>> told(("a", "b")), told([str(n) for n in range(1000)])
+    >>> format_names(("a", "b")), format_names([str(n) for n in range(1000)])
     ("'a', 'b'", "'0', '1', ..., '999'")
     """
     return ", ".join(map(repr, names)) if len(names) <= most else f"{names[0]!r}, {names[1]!r}, ..., {names[-1]!r}"

@@ -14,7 +14,7 @@ import numpy as np
 
 from numpyro_fed.algorithm import FederatedAlgorithm
 
-Array = Any
+Array = jax.Array
 # for programs that run a few times only: compiling them takes a third of the time
 UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 ONCE = {"xla_backend_optimization_level": 1}  # programs that run a few times: half the time to compile, as fast to run

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 import numpy as np
 
-from numpyro_fed.checks import told
+from numpyro_fed.checks import format_names
 from numpyro_fed.keys import identities, identity, silo_keys
 
 BLOCK = 16  # durations of a silo that are drawn at once
@@ -171,7 +171,7 @@ def _finishes(
 def _check_names(given: Sequence[str], names: tuple[str, ...]) -> None:
     for name in given:
         if name not in names:
-            raise ValueError(f"the schedule names {name!r}; the silos are {told(names)}")
+            raise ValueError(f"the schedule names {name!r}; the silos are {format_names(names)}")
 
 
 def sampled(cohort_size: int) -> Sampled:

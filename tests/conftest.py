@@ -46,3 +46,10 @@ def x64():
     """Float64 for one test; the default, float32, is tested as well."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def strict_ranks():
+    """Silent broadcasting raises: for tests of our own algebra, NumPyro's code does not survive it."""
+    with jax.numpy_rank_promotion("raise"):
+        yield

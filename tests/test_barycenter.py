@@ -8,6 +8,8 @@ from ott.geometry.costs import Bures
 
 from numpyro_fed.normal.barycenter import barycenter, diagonal_barycenter, w2, w2_diagonal
 
+pytestmark = pytest.mark.usefixtures("strict_ranks")
+
 ROUNDING = {jnp.float32: 1e-5, jnp.float64: 1e-9}  # errors of a converged iteration, relative to the sds
 
 

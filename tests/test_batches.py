@@ -136,7 +136,7 @@ def test_mean_over_all_minibatches_is_the_whole_silo(x64, case):
         take = lambda choice: minibatch.take_rows(split, plan, data, found, choice, jnp.array(total))
     whole = jax.jit(bound)()
     mean = jax.tree.map(lambda leaf: leaf.mean(axis=0), jax.jit(jax.vmap(lambda c: bound(take(c))))(choices))
-    for field in ("value", "z", "aid", "theta", "params"):
+    for field in ("value", "z", "context", "theta", "params"):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), *(
             getattr(v, field) for v in (mean, whole)))  # fmt: skip
 

@@ -96,7 +96,7 @@ def test_gradients_of_the_guide_are_unbiased(case, num):
 
     def both(key):
         found = bound(key, params, z, mean, theta)
-        ours = jax.flatten_util.ravel_pytree((found.params, found.aid))[0]
+        ours = jax.flatten_util.ravel_pytree((found.params, found.context))[0]
         value = lambda flat: bound(key, unravel(flat)[0], z, unravel(flat)[1], theta).value
         steps = 1e-4 * jnp.eye(flat.size)
         differences = jax.lax.map(lambda s: (value(flat + s) - value(flat - s)) / 2e-4, steps)

@@ -94,7 +94,7 @@ def test_an_exact_posterior_stays(exact: Fit, silos: nf.Silos) -> None:
     normal = np.exp(-0.5 * radius**2) / (2 * np.pi)
     t = (1 + scale**2 / 6) ** -4 / (2 * np.pi * importance.INFLATION)  # (nu + d) / 2 = 4; its constant is 1 / (2 pi)
     ideal = 1 / np.trapezoid(normal**2 / t * 2 * np.pi * radius, radius)
-    assert found.ess_share == pytest.approx(ideal, abs=0.01) and found.khat < 0.5 and found.trusted
+    assert found.ess_share == pytest.approx(ideal, abs=0.01) and found.pareto_k < 0.5 and found.trusted
     x = np.concatenate([silos[name]["x"] for name in silos.names])
     y = np.concatenate([silos[name]["y"] for name in silos.names])
     marginal = stats.multivariate_normal(np.zeros(len(y)), 4 * x @ x.T + (0.25 + 0.49) * np.eye(len(y)))
@@ -130,7 +130,7 @@ def test_draws_come_from_the_weighted_points(corrected: Fit, silos: nf.Silos, tm
     assert corrected.predict(KEY, silo="york", num_samples=4)["y"].shape == (4, 5)
     loaded = nf.load(corrected.save(tmp_path / "fit"), METHOD)
     assert np.array_equal(loaded.sample(KEY, NUM)["beta"], draws) and repr(loaded) == repr(corrected)
-    assert loaded.correction.khat == corrected.correction.khat and loaded.uncorrected.state.method == "EP"
+    assert loaded.correction.pareto_k == corrected.correction.pareto_k and loaded.uncorrected.state.method == "EP"
 
 
 @pytest.mark.usefixtures("x64")
@@ -153,10 +153,10 @@ def test_what_it_says(wrong: Fit, corrected: Fit) -> None:
     told = lambda **changes: repr(correction.Correction(server._replace(**changes)))
     one = np.full(2048, -30.0)
     one[0] = 0.0
-    assert "to be trusted" in told(khat=0.1)
-    assert "do not trust its tails" in told(khat=0.9, log_weights=np.full(2048, -np.log(2048)))
-    assert "do not trust it" in told(khat=0.9, log_weights=one - logsumexp(one))
-    assert "too few effective points" in told(khat=0.1, log_weights=one - logsumexp(one))
+    assert "to be trusted" in told(pareto_k=0.1)
+    assert "do not trust its tails" in told(pareto_k=0.9, log_weights=np.full(2048, -np.log(2048)))
+    assert "do not trust it" in told(pareto_k=0.9, log_weights=one - logsumexp(one))
+    assert "too few effective points" in told(pareto_k=0.1, log_weights=one - logsumexp(one))
 
 
 @pytest.mark.usefixtures("x64")
@@ -218,12 +218,12 @@ def test_points_are_a_student_t() -> None:
 
 def test_weights_are_smoothed() -> None:
     draws = np.random.default_rng(0)
-    equal, khat = importance.pareto_smoothed(np.full(100, -7.0))
-    assert khat == -np.inf and np.allclose(equal, -np.log(100))
+    equal, pareto_k = importance.pareto_smoothed(np.full(100, -7.0))
+    assert pareto_k == -np.inf and np.allclose(equal, -np.log(100))
     for shape in (0.2, 0.9):
         given = np.log(stats.genpareto(shape).rvs(4000, random_state=draws) + 1)
-        smoothed, khat = importance.pareto_smoothed(given)
-        assert khat == pytest.approx(shape, abs=0.2) and logsumexp(smoothed) == pytest.approx(0)
+        smoothed, pareto_k = importance.pareto_smoothed(given)
+        assert pareto_k == pytest.approx(shape, abs=0.2) and logsumexp(smoothed) == pytest.approx(0)
         assert np.corrcoef(smoothed, given)[0, 1] > 0.99
     given[:10] = -np.inf
     assert np.all(np.isneginf(importance.pareto_smoothed(given)[0][:10]))

@@ -19,7 +19,8 @@ import numpyro_fed as nf
 from numpyro_fed.data.padding import SiloData, silo_data
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.stack import stack_of
-from numpyro_fed.judge.nuts import _point, _potential, nuts
+from numpyro_fed.judge.nuts import nuts
+from numpyro_fed.judge.pooled import origin, potential
 from numpyro_fed.model import discrete as enum
 from numpyro_fed.model import enumeration
 from numpyro_fed.model.build import split_model
@@ -347,10 +348,10 @@ def test_a_log_likelihood_with_a_latent_in_it_is_left_out() -> None:
 def test_pooled_nuts() -> None:
     silos = apart(9, 6)
     ours = nuts(classes, silos, num_warmup=50, num_samples=50, num_chains=1, progress_bar=False, rng_key=KEY)
-    point = _point(ours.split, ours.data)
+    point = origin(ours.split, ours.data)
     by_hand = split_model(gaussian_mixture, silos, check=False)
     arrays = (tuple((bucket.args, bucket.mask) for bucket in ours.data.buckets), ())
-    energies = [run(lambda point, s=split: _potential(s, {}, *arrays, point), point) for split in (ours.split, by_hand)]
+    energies = [run(lambda point, s=split: potential(s, {}, *arrays, point), point) for split in (ours.split, by_hand)]
     np.testing.assert_allclose(*energies, rtol=1e-5)
     local = ours.sample_local("s1", group_by_chain=True)
     assert local["kind"].shape == (1, 50, 6)

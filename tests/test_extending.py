@@ -125,16 +125,15 @@ class Grid(nf.solvers.BaseSolver):
     name = "grid"
 
     def solve(self, key, tilted, factor, frame, state):
-        family = tilted.family
-        mean, root = family.moments(tilted.q)
-        frame = factor.refit(mean.astype(jnp.zeros(()).dtype), frame, 4)
-        points = (mean + 6 * root.reshape(-1)[0] * jnp.linspace(-1, 1, self.num_points)[:, None]).astype(mean.dtype)
-        cavity = family.dense(tilted.cavity)
-        log_f = jax.vmap(lambda z: factor.log_f(z.astype(jnp.zeros(()).dtype), frame, factor.nodes(None)))(points)
-        quadratic = cavity.shift * points[:, 0] - 0.5 * cavity.precision[0, 0] * points[:, 0] ** 2
-        weight = jax.nn.softmax(log_f + quadratic)
-        centre = weight @ points[:, 0]
-        found = family.project(centre[None], (weight @ (points[:, 0] - centre) ** 2)[None, None])
+        family, (mean, root) = tilted.family, nf.solvers.to_user_dtype(tilted.family.moments(tilted.q))
+        frame = factor.refit(mean, frame, 4)
+        points = mean + 6 * root * jnp.linspace(-1, 1, self.num_points)[:, None]
+        cavity = nf.solvers.to_user_dtype(tilted.family.dense(tilted.cavity))
+        log_f = jax.vmap(lambda z: factor.log_f(z, frame, factor.nodes(None)))(points)
+        z = points[:, 0]
+        weight = jax.nn.softmax(log_f + cavity.shift * z - 0.5 * cavity.precision[0, 0] * z**2)
+        centre = weight @ z
+        found = family.project(centre[None], (weight @ (z - centre) ** 2)[None, None])
         return nf.solvers.Projection(found, jnp.zeros(()), jnp.ones(()), jnp.ones((), bool), frame)
 
 

@@ -9,6 +9,8 @@ from numpyro_fed.normal import sites, trust
 from numpyro_fed.normal.families import DIAGONAL, FULL, IDENTITY, Natural, as_family, power, product, quotient
 from numpyro_fed.precision import to_user_dtype
 
+pytestmark = pytest.mark.usefixtures("strict_ranks")
+
 FAMILIES = {"full": FULL, "diagonal": DIAGONAL, "identity": IDENTITY}
 
 

@@ -94,7 +94,7 @@ def test_posterior_averaging_finds_the_mode_and_the_posterior(linear):
 @pytest.mark.parametrize("sampler", ["laplace", "nuts"])
 def test_other_samplers_find_the_mode(sampler):
     silos = unlike()
-    assert shift(run(nf.FedPA(regression, sampler=sampler, num_samples=40, rho=math.inf), silos), silos) < 0.01
+    assert shift(run(nf.FedPA(regression, sampler=sampler, num_samples=40, shrinkage=math.inf), silos), silos) < 0.01
 
 
 def test_a_sampler_of_ones_own_sees_the_silos_log_density():
@@ -107,7 +107,7 @@ def test_a_sampler_of_ones_own_sees_the_silos_log_density():
         return mean + eps @ jnp.linalg.inv(jnp.linalg.cholesky(a))
 
     silos = unlike()
-    fit = run(nf.FedPA(regression, sampler=exact, num_samples=200, rho=math.inf, stein=False), silos)
+    fit = run(nf.FedPA(regression, sampler=exact, num_samples=200, shrinkage=math.inf, stein=False), silos)
     assert shift(fit, silos) < 0.5  # noise: each silo's slope is known to sqrt(3 / 200), silos are several sds apart
 
 
@@ -115,7 +115,7 @@ def test_a_sampler_of_ones_own_sees_the_silos_log_density():
 def test_the_samples_themselves_have_the_posteriors_covariance(sampler):
     """Without gradients to correct them: Langevin's noise, the scale of a sum over observations."""
     silos = unlike()
-    method = nf.FedPA(regression, sampler=sampler, num_samples=400, rho=math.inf, stein=False)
+    method = nf.FedPA(regression, sampler=sampler, num_samples=400, shrinkage=math.inf, stein=False)
     fit = run(method, silos, 30)
     _, cov = normal_posterior(silos)
     found = fit.normal().covariance
@@ -130,8 +130,8 @@ def test_averages_of_minibatch_steps_have_the_posteriors_covariance():
     y = (x @ np.array([1.0, -1.0, 0.5]) + rng.normal(size=400)).astype("f")
     silos = nf.split(np.repeat([0, 1], 200), x=x, y=y)
     method = nf.FedPA(
-        regression, batch_size=8, steps_per_sample=100, burn_in=200, num_samples=100, stein=False, rho=math.inf,
-        burn_in_rounds=2,
+        regression, batch_size=8, thinning=100, num_warmup=200, num_samples=100, stein=False, shrinkage=math.inf,
+        averaging_rounds=2,
     )  # fmt: skip
     fit = run(method, silos, 5)
     found = fit.normal().covariance
@@ -235,7 +235,7 @@ def test_rho_zero_is_federated_averaging_of_averaged_iterates(x64):
         return jax.lax.scan(step, start, None, num_samples)[1]
 
     method = nf.FedPA(
-        regression, sampler=iterates, num_samples=4, rho=0.0, stein=False, prior=False, burn_in_rounds=0,
+        regression, sampler=iterates, num_samples=4, shrinkage=0.0, stein=False, prior=False, averaging_rounds=0,
         server_optim=optax.sgd(1.0), posterior=False, init_loc_fn=begin,
     )  # fmt: skip
     fit = run(method, silos, 1)
@@ -263,7 +263,7 @@ def test_logistic_regression_comes_close_to_nuts():
 
 def test_minibatches_reach_the_neighbourhood():
     silos = unlike()
-    fit = run(nf.FedPA(regression, batch_size=5, steps_per_sample=60, burn_in=60, num_samples=30), silos)
+    fit = run(nf.FedPA(regression, batch_size=5, thinning=60, num_warmup=60, num_samples=30), silos)
     assert shift(fit, silos) < shift(run(nf.FedAvg(regression, local_steps=50), silos), silos)
 
 
@@ -369,5 +369,5 @@ def test_local_latents_get_the_names_of_methods_that_take_them(method):
 
 
 def test_plain_covariances_need_more_samples_than_dimensions():
-    with pytest.raises(ValueError, match=r"num_samples=30, or rho='oas'"):
-        run(nf.FedPA(regression, rho=math.inf, num_samples=3), unlike())
+    with pytest.raises(ValueError, match=r"num_samples=30, or shrinkage='oas'"):
+        run(nf.FedPA(regression, shrinkage=math.inf, num_samples=3), unlike())

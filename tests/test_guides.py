@@ -33,7 +33,7 @@ def test_density_of_globals_is_that_of_the_draws(x64, guide):
     chol = jnp.tril(jnp.asarray(np.random.default_rng(1).normal(size=(d, d)))) + 2 * jnp.eye(d)
     params, base = guide.init_global(jnp.arange(4.0), chol, jnp.array([1.0, 2.0, 0.5, 3.0]))
     params = noisy(params)
-    eps = guide.draw_global(jax.random.key(0), d)
+    eps = guide.noise(jax.random.key(0), d)
     jacobian = jax.jacobian(lambda eps: guide.sample_global(params, base, eps))(eps)
     covariance, mean = jacobian @ jacobian.T, guide.sample_global(params, base, 0 * eps)
     np.testing.assert_allclose(guide.mean_global(params, base), mean, rtol=1e-12)

@@ -67,7 +67,7 @@ def test_densities_of_globals_belong_to_their_draws(name):
     params, base = bound.start_global(jax.random.key(0), split)
 
     def ratio(key):
-        z, log_q = bound.path(params, base, bound.draw_global(key, split.dim))
+        z, log_q = bound.path(params, base, bound.noise(key, split.dim))
         return jnp.exp(split.log_prior(z, {}) - log_q)
 
     ratios = np.asarray(jax.jit(jax.vmap(ratio))(jax.random.split(jax.random.key(1), 20_000)))
@@ -90,7 +90,9 @@ def test_densities_of_locals_belong_to_their_draws(x64):
     local, _ = bound.start_local(jax.random.key(0), split, data)
     local = {"rates": local["rates"] + jnp.arange(5) / 10}
     z = jnp.arange(split.dim) / 10.0
-    drawn, log_q = bound.draw_with_density(jax.random.key(2), split, local, (), z, bound.aid(server, base), {}, data)
+    drawn, log_q = bound.draw_with_density(
+        jax.random.key(2), split, local, (), z, bound.context(server, base), {}, data
+    )
     u = drawn["rows"][:, 0]
     expected = dist.Gamma(2.0, jnp.exp(local["rates"])).log_prob(jnp.exp(u)) + u
     np.testing.assert_allclose(log_q["rows"], jnp.where(data.mask["rows"], expected, 0.0), rtol=1e-8)
@@ -267,8 +269,9 @@ def test_any_pair_is_an_encoder(kind):
     assert np.all(np.isfinite(fit.history["loss"]))
     state, _ = fit.state.silo("0")
     assert not jax.tree.leaves(getattr(state, "local", state).params)
-    start, end = (np.sum([np.sum(np.square(v)) for v in jax.tree.leaves(p)]) for p in (
-        guide.bind(fit.split).start_aid(jax.random.key(0), fit.split), fit.state.server.params["encoder"]))  # fmt: skip
+    first = guide.bind(fit.split).init_context(jax.random.key(0), fit.split)
+    size = lambda tree: np.sum([np.sum(np.square(v)) for v in jax.tree.leaves(tree)])
+    start, end = size(first), size(fit.state.server.params["encoder"])
     assert start != end
 
 

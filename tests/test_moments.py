@@ -9,6 +9,8 @@ import pytest
 
 from numpyro_fed.normal import moments
 
+pytestmark = pytest.mark.usefixtures("strict_ranks")
+
 RHOS = [0.0, 0.01, 1.0, "oas", "rblw"]
 
 

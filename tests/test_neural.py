@@ -44,7 +44,7 @@ METHODS = {
     ),
     "PVI": nf.PVI(random_network, **linear(nf.solvers.Gradient(num_steps=2))),
     "FedAvg": nf.FedAvg(random_network, local_steps=2),
-    "FedPA": nf.FedPA(random_network, num_samples=3, burn_in=2, steps_per_sample=2, burn_in_rounds=1),
+    "FedPA": nf.FedPA(random_network, num_samples=3, num_warmup=2, thinning=2, averaging_rounds=1),
 }
 
 

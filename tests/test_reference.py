@@ -14,7 +14,8 @@ from numpyro.infer import MCMC, NUTS
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.judge.compare import compare
-from numpyro_fed.judge.nuts import _fixed_theta, _start, _warn, nuts
+from numpyro_fed.judge.nuts import _fixed_theta, _warn, nuts
+from numpyro_fed.judge.pooled import start
 
 SHORT = dict(num_warmup=300, num_samples=500, num_chains=2, progress_bar=False)
 
@@ -207,7 +208,7 @@ def test_starts_are_tried_again_in_smaller_cubes():
         return jnp.where(jnp.max(jnp.abs(x)) < bound, jnp.sum(x**2), jnp.nan)
 
     for bound, finds in [(2.0, True), (0.05, True), (0.0, False)]:
-        point, found = jax.jit(lambda key, bound=bound: _start(lambda p: inside(bound, p), zeros, key))(
+        point, found = jax.jit(lambda key, bound=bound: start(lambda p: inside(bound, p), zeros, key))(
             jax.random.key(0)
         )
         assert bool(found) is finds

@@ -271,7 +271,7 @@ def test_message_is_linear_in_the_globals():
     sent = made.algorithm.broadcast(key, fit.state.server)
     message, _ = jax.eval_shape(made.algorithm.silo_step, key, sent, state, made.stack.data("silo 0"))
     d = 3
-    assert message._fields == ("z", "aid", "theta", "value")
+    assert message._fields == ("z", "context", "theta", "value")
     assert sum(leaf.size for leaf in jax.tree.leaves(message)) == 2 * d + 1
 
 

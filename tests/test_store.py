@@ -12,7 +12,7 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Begun, Broadcast, FederatedAlgorithm, Phase
-from numpyro_fed.data.names import Names
+from numpyro_fed.data.names import LazyNames
 from numpyro_fed.data.stack import gathered, stack_of
 from numpyro_fed.data.store import SiloStore
 from numpyro_fed.methods.fedpa import MOST_ASKED
@@ -191,7 +191,7 @@ def test_an_empty_directory(tmp_path):
 
 @pytest.mark.parametrize("labels", [None, np.array([7, 3, 11]), np.array(["york", "leeds", "hull"])], ids=str)
 def test_lazy_names_are_a_sequence(labels):
-    names = Names(3, labels)
+    names = LazyNames(3, labels)
     listed = ["0", "1", "2"] if labels is None else [str(label) for label in labels]
     assert list(names) == listed
     assert [names.index(name) for name in listed] == [0, 1, 2]
@@ -199,9 +199,9 @@ def test_lazy_names_are_a_sequence(labels):
     assert not any(name in names for name in ("nobody", "00", "-1", "3.0", "99"))
     assert names[-1] == listed[-1]
     assert names[:2] == tuple(listed[:2])
-    assert names == Names(3, None if labels is None else labels.copy())
-    assert hash(names) == hash(Names(3, labels))
-    assert names != Names(4)
+    assert names == LazyNames(3, None if labels is None else labels.copy())
+    assert hash(names) == hash(LazyNames(3, labels))
+    assert names != LazyNames(4)
     with pytest.raises(IndexError):
         names[3]
     with pytest.raises(ValueError, match="nobody"):
@@ -209,7 +209,7 @@ def test_lazy_names_are_a_sequence(labels):
 
 
 def test_cohorts_of_a_store_are_drawn_without_looking_at_every_silo():
-    names, schedule = Names(MANY), schedules.sampled(50)
+    names, schedule = LazyNames(MANY), schedules.sampled(50)
     cohorts = schedule.cohorts(KEY, names, 0, 200)
     assert cohorts.shape == (200, 50)
     assert all(len(set(row)) == 50 for row in cohorts.tolist())

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_fed.checks import told
+from numpyro_fed.checks import format_names
 
 
-class Names(Sequence[str]):
+class LazyNames(Sequence[str]):
     """The names of very many silos: "0", "1", ..., or those in an array. To compare two costs the same for any number.
 
-    >>> names = Names(342_477)
-    >>> len(names), names[-1], names.index("12"), "x" in names, names == Names(342_477)
+    >>> names = LazyNames(342_477)
+    >>> len(names), names[-1], names.index("12"), "x" in names, names == LazyNames(342_477)
     (342477, '342476', 12, False, True)
     """
 
@@ -41,7 +41,7 @@ class Names(Sequence[str]):
         """The silo's position. (The whole range is searched: names are different.)"""
         found = self._find(name)
         if found is None:
-            raise ValueError(f"no silo is named {name!r}; the silos are {told(self)}")
+            raise ValueError(f"no silo is named {name!r}; the silos are {format_names(self)}")
         return found
 
     def __contains__(self, name: object) -> bool:
@@ -69,7 +69,7 @@ class Names(Sequence[str]):
         return hash(self._identity)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Names) and self._identity == other._identity
+        return isinstance(other, LazyNames) and self._identity == other._identity
 
     def __repr__(self) -> str:
-        return f"Names({told(self)})"
+        return f"Names({format_names(self)})"

@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from numpyro_fed.checks import told
+from numpyro_fed.checks import format_names
 from numpyro_fed.data.inputs import checked_arguments, leaves
-from numpyro_fed.data.names import Names
+from numpyro_fed.data.names import LazyNames
 from numpyro_fed.data.silos import Silos
 
 EXAMPLE = 8  # silos from which the model's partition is made
@@ -48,7 +48,7 @@ class SiloStore:
     lazy: ClassVar[bool] = True  # silos are read when they take part
 
     def __init__(
-        self, read: Callable[[int], Mapping[str, Any]], names: Names, shared: Mapping[str, Any] | None
+        self, read: Callable[[int], Mapping[str, Any]], names: LazyNames, shared: Mapping[str, Any] | None
     ) -> None:
         if not len(names):
             raise ValueError("the store is empty: give at least one silo")
@@ -89,7 +89,7 @@ class SiloStore:
             if np.any(np.diff(starts) < 1):
                 i = int(np.argmax(np.diff(starts) < 1))
                 raise ValueError(f"offsets must rise, got {starts[i]} and then {starts[i + 1]}: leave empty silos out")
-            names = Names(len(starts) - 1)
+            names = LazyNames(len(starts) - 1)
         common, own = dict(shared or {}), {}
         for argument, value in arguments.items():
             rows = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(value)}
@@ -121,7 +121,7 @@ class SiloStore:
             raise ValueError(
                 f"{path} has no .npz files: write one for each silo, np.savez('{path}/york.npz', x=x, y=y)"
             )
-        names = Names(len(stems), np.array(stems))
+        names = LazyNames(len(stems), np.array(stems))
 
         def read(i: int) -> dict[str, Any]:
             with np.load(path / f"{names[i]}.npz", allow_pickle=False) as file:
@@ -154,7 +154,7 @@ class SiloStore:
         if names is not None and len(names) != num_silos:
             raise ValueError(f"names has {len(names)} names for {num_silos} silos: give each its own")
         listed = None if names is None else _distinct(np.asarray([str(name) for name in names]))
-        return cls(function, Names(int(num_silos), listed), shared)
+        return cls(function, LazyNames(int(num_silos), listed), shared)
 
     @property
     def num_silos(self) -> int:
@@ -167,7 +167,7 @@ class SiloStore:
     def own(self, name: str) -> dict[str, Any]:
         """The silo's own arguments, without the shared ones; read and checked."""
         if name not in self.names:
-            raise KeyError(f"no silo is named {name!r}; the silos are {told(self.names)}")
+            raise KeyError(f"no silo is named {name!r}; the silos are {format_names(self.names)}")
         return self.read(self.names.index(name))
 
     def __getitem__(self, name: str) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class SiloStore:
         return tuple(path for path, _ in leaves(args)), jax.tree.structure(args), jax.tree.leaves(args)
 
     def __repr__(self) -> str:
-        return f"SiloStore: {self.num_silos} silos, {told(self.names)}"
+        return f"SiloStore: {self.num_silos} silos, {format_names(self.names)}"
 
 
 def _fits(leaf: Any, like: Any) -> bool:
@@ -259,7 +259,7 @@ def _kind(leaf: Any) -> str:
     return f"{leaf.dtype}{['rows', *leaf.shape[1:]]}".replace("'", "") if leaf.ndim else f"a single {leaf.dtype}"
 
 
-def _runs(labels: np.ndarray) -> tuple[np.ndarray, Names]:
+def _runs(labels: np.ndarray) -> tuple[np.ndarray, LazyNames]:
     """Where each run of equal labels begins (and the last one ends), and the silos' names."""
     if labels.ndim != 1 or labels.size == 0:
         raise ValueError(f"labels must hold one label per row, got an array of shape {labels.shape}")
@@ -271,7 +271,7 @@ def _runs(labels: np.ndarray) -> tuple[np.ndarray, Names]:
             "rows of a silo must stand together: sort the arrays first, order = np.argsort(labels, kind='stable'), and "
             "pass labels[order], x=x[order], ..."
         )
-    return starts, Names(len(first), first)
+    return starts, LazyNames(len(first), first)
 
 
 def _distinct(names: np.ndarray) -> np.ndarray:

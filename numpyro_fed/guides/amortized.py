@@ -22,7 +22,7 @@ from numpyro_fed.model.layout import Group
 from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 LOG_SCALE_RANGE = 5.0  # log-scales saturate here: a network that has not learned yet may say anything
 
 
@@ -233,7 +233,7 @@ class _Bound(Amortized):
     split: SplitModel
     family: Amortized
 
-    def start_aid(self, key: Array, split: SplitModel) -> dict[str, Any]:
+    def init_context(self, key: Array, split: SplitModel) -> dict[str, Any]:
         """The encoder's weights at the start."""
         if not split.groups:
             return {"encoder": {}}
@@ -242,23 +242,23 @@ class _Bound(Amortized):
 
     def start_global(self, key: Array, split: SplitModel, found: Any = None) -> tuple[dict[str, Any], Any]:
         params, base = super().start_global(key, split, found)
-        return {**params, **self.start_aid(key, split)}, base
+        return {**params, **self.init_context(key, split)}, base
 
-    def aid(self, params: dict[str, Any], base: Any) -> Any:
+    def context(self, params: dict[str, Any], base: Any) -> Any:
         return params["encoder"]
 
-    fixed_aid = aid
+    frozen_context = context
 
     def start_local(self, key: Array, split: SplitModel, data: SiloData) -> tuple[dict, tuple]:
         return {}, ()
 
-    def condition(self, params: dict, base: Any, z: Array, aid: Any, data: SiloData) -> Conditional:
+    def condition(self, params: dict, base: Any, z: Array, context: Any, data: SiloData) -> Conditional:
         """q(z_L | z_G = z), from the data."""
         group = self.split.groups[0]
         x = self.features(self.split, group, data)
         if self.use_globals:
             x = jnp.concatenate([x, jnp.broadcast_to(z, (x.shape[0], z.shape[0]))], axis=1)
-        out = jax.vmap(lambda row: self.functions.apply(aid, row))(x)  # type: ignore[attr-defined]
+        out = jax.vmap(lambda row: self.functions.apply(context, row))(x)  # type: ignore[attr-defined]
         loc, log_scale = out[:, : group.size], out[:, group.size :]
         log_scale = LOG_SCALE_RANGE * jnp.tanh(log_scale / LOG_SCALE_RANGE)
         return Conditional({group.name: loc}, {group.name: log_scale}, {})
@@ -272,7 +272,7 @@ class _Bound(Amortized):
     def adopt_local(self, split: SplitModel, params: dict, base: Any, mode: Any, found: Any) -> tuple:
         return params, base
 
-    def summary_local(self, params: dict, base: Any, z: Array, aid: Any) -> tuple[dict, dict, dict]:
+    def summary_local(self, params: dict, base: Any, z: Array, context: Any) -> tuple[dict, dict, dict]:
         raise NotImplementedError("an encoder needs data")
 
     def init_local(self, *args: Any) -> tuple[dict, tuple]:

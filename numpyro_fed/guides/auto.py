@@ -28,7 +28,7 @@ from numpyro_fed.guides.traced import (
 from numpyro_fed.model.initial import unconstrained
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 DRAWS = 1000  # for mean and covariance of a guide that cannot tell them
 KEPT = 16
 
@@ -110,14 +110,14 @@ class AutoGlobals:
     def start_global(self, key: Array, split: SplitModel, found: Any = None) -> tuple[dict[str, Any], GlobalBase]:
         guide = self.guide if found is None else _built_at(self.structured.global_guide, split, found.loc)
         params = unconstrained_params(self._trace(key, guide=guide))
-        own = self.structured.start_aid(key, split)
+        own = self.structured.init_context(key, split)
         centre = jnp.zeros(split.dim) if found is None else found.loc
         return {"auto": params, **own}, GlobalBase(centre, jnp.ones(split.dim))
 
-    def draw_global(self, key: Array, d: int) -> Array:
+    def noise(self, key: Array, d: int) -> Array:
         return key
 
-    def path(self, params: dict[str, Any], base: GlobalBase, eps: Array) -> tuple[Array, Array]:
+    def rsample_with_log_prob(self, params: dict[str, Any], base: GlobalBase, eps: Array) -> tuple[Array, Array]:
         """A draw and its log density; gradients flow through both."""
         trace = self._trace(eps, constrained_params(params["auto"], self.limits))
         values = {name: trace[name]["value"] for name in self.split.global_shapes}
@@ -127,12 +127,12 @@ class AutoGlobals:
         return self.split.ravel(flat), log_q + sum((jnp.sum(value) for value in log_det.values()), jnp.zeros(()))
 
     def sample_global(self, params: dict[str, Any], base: GlobalBase, eps: Array) -> Array:
-        return self.path(params, base, eps)[0]
+        return self.rsample_with_log_prob(params, base, eps)[0]
 
-    def aid(self, params: dict[str, Any], base: GlobalBase) -> Any:
-        return self.structured.fixed_aid(params, base)
+    def context(self, params: dict[str, Any], base: GlobalBase) -> Any:
+        return self.structured.frozen_context(params, base)
 
-    fixed_aid = aid
+    frozen_context = context
 
     def moments(self, params: dict[str, Any], base: GlobalBase) -> tuple[Array, Array | None, Array]:
         """Mean, Cholesky factor of the covariance and conditional sds, from draws."""
@@ -142,7 +142,9 @@ class AutoGlobals:
 def drawn_moments(guide: Any, params: dict, base: GlobalBase) -> tuple[Array, Array | None, Array]:
     """Mean, Cholesky factor of the covariance (None above ``DRAWS`` / 4 dimensions) and conditional sds, from draws."""
     keys = jax.random.split(jax.random.key(0), DRAWS)
-    draws = np.asarray(jax.jit(jax.vmap(lambda key: guide.path(params, base, key)[0]))(keys), np.float64)
+    draws = np.asarray(
+        jax.jit(jax.vmap(lambda key: guide.rsample_with_log_prob(params, base, key)[0]))(keys), np.float64
+    )
     loc, d = draws.mean(axis=0), draws.shape[1]
     sd = np.maximum(draws.std(axis=0), 1e-3)  # a point has no spread, but a start needs one
     as_array = lambda value: jnp.asarray(value, base.loc.dtype)

@@ -80,17 +80,17 @@ class BoundUserGuide:
     def start_global(self, key: Key, split: SplitModel, found: Any = None) -> tuple[PyTree, GlobalBase]:
         return {"guide": self.guide.init_params(key, split)}, GlobalBase(jnp.zeros(split.dim), jnp.ones(split.dim))
 
-    def draw_global(self, key: Key, d: int) -> Key:
+    def noise(self, key: Key, d: int) -> Key:
         return key
 
-    def path(self, params: PyTree, base: GlobalBase, eps: Key) -> tuple[Array, Array]:
+    def rsample_with_log_prob(self, params: PyTree, base: GlobalBase, eps: Key) -> tuple[Array, Array]:
         return self.guide.rsample_with_log_prob(eps, params["guide"], self.split)
 
-    def aid(self, params: PyTree, base: GlobalBase) -> tuple:
+    def context(self, params: PyTree, base: GlobalBase) -> tuple:
         """Silos need nothing of the guide over the globals."""
         return ()
 
-    fixed_aid = aid
+    frozen_context = context
 
     def moments(self, params: PyTree, base: GlobalBase) -> tuple[Array, Array | None, Array]:
         return drawn_moments(self, params, base)
@@ -99,7 +99,15 @@ class BoundUserGuide:
         return self.guide.init_local_params(key, split, data), ()
 
     def draw_with_density(
-        self, key: Key, split: SplitModel, params: PyTree, base: Any, z: Array, aid: Any, theta: dict, data: SiloData
+        self,
+        key: Key,
+        split: SplitModel,
+        params: PyTree,
+        base: Any,
+        z: Array,
+        context: Any,
+        theta: dict,
+        data: SiloData,
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """z_L given z_G = z, and log q by row, padded rows at zero."""
         z_local, log_q = self.guide.rsample_local_with_log_prob(key, params, z, split, data)

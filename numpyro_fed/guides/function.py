@@ -31,7 +31,7 @@ from numpyro_fed.model.provenance import dependence
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import growth, trace_silo
 
-Array = Any
+Array = jax.Array
 
 
 def as_guide(guide: Any) -> Any:
@@ -165,10 +165,10 @@ class _BoundFunction:
         params = unconstrained_params(self._run(key, {}, self._dummy()), self.at_server)
         return params, GlobalBase(jnp.zeros(split.dim), jnp.ones(split.dim))
 
-    def draw_global(self, key: Array, d: int) -> Array:
+    def noise(self, key: Array, d: int) -> Array:
         return key
 
-    def path(self, params: dict[str, Any], base: GlobalBase, eps: Array) -> tuple[Array, Array]:
+    def rsample_with_log_prob(self, params: dict[str, Any], base: GlobalBase, eps: Array) -> tuple[Array, Array]:
         """A draw of the globals and its log density; gradients flow through both."""
         trace = self._run(eps, constrained_params(params, self.limits), self._dummy())
         names = tuple(self.split.global_shapes)
@@ -178,10 +178,10 @@ class _BoundFunction:
         log_q = sum((jnp.sum(log_prob[n]) + jnp.sum(log_det[n]) for n in names), jnp.zeros(()))
         return self.split.ravel(flat), log_q
 
-    def aid(self, params: dict[str, Any], base: GlobalBase) -> dict[str, Any]:
+    def context(self, params: dict[str, Any], base: GlobalBase) -> dict[str, Any]:
         return {name: params[name] for name in self.sent}
 
-    fixed_aid = aid
+    frozen_context = context
 
     def moments(self, params: dict[str, Any], base: GlobalBase) -> tuple[Array, Array | None, Array]:
         return drawn_moments(self, params, base)
@@ -192,11 +192,19 @@ class _BoundFunction:
         return unconstrained_params(self._run(key, {}, data), self.at_silo), ()
 
     def draw_with_density(
-        self, key: Array, split: SplitModel, params: dict, base: Any, z: Array, aid: dict, theta: dict, data: SiloData
+        self,
+        key: Array,
+        split: SplitModel,
+        params: dict,
+        base: Any,
+        z: Array,
+        context: dict,
+        theta: dict,
+        data: SiloData,
     ) -> tuple[dict, dict]:
         """z_L given z_G = z, and log q by row, {group: (rows,)}, padded rows at zero."""
         held = {name: value for name, value in split.constrain_global(z, theta).items() if name in split.global_shapes}
-        trace = self._run(key, constrained_params({**aid, **params}, self.limits), data, held)
+        trace = self._run(key, constrained_params({**context, **params}, self.limits), data, held)
         names = split.partition.local_sites
         values = {name: trace[name]["value"] for name in names}
         log_prob = log_densities(trace, held)
@@ -226,7 +234,7 @@ class _BoundFunction:
     def recentred(self, params: dict, base: Any, old: Any, new: Any) -> tuple[dict, Any]:
         return params, base
 
-    def summary_local(self, params: dict, base: Any, z: Array, aid: Any) -> tuple[dict, dict, dict]:
+    def summary_local(self, params: dict, base: Any, z: Array, context: Any) -> tuple[dict, dict, dict]:
         raise NotImplementedError("a guide function gives no summary of its locals")
 
 

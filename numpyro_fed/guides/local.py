@@ -16,7 +16,7 @@ from numpyro_fed.local.conditional import Conditional, flattened
 from numpyro_fed.model.layout import Group
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 SCALE_RANGE = 2.0  # a draw far out must not make scales overflow: log-scales move linearly, up to about this much
 
 
@@ -92,7 +92,7 @@ class LocalNormal:
 
     def recentred(self, params: dict, base: LocalBase, old: Any, new: Any) -> tuple[dict, LocalBase]:
         """The same conditional around another centre (to first order, where scales are coupled)."""
-        centre = lambda aid: base.centre if isinstance(aid, tuple) else aid
+        centre = lambda context: base.centre if isinstance(context, tuple) else context
         shift = (centre(new) - centre(old)) / base.unit
         out = dict(params)
         for group in base.loc:
@@ -105,13 +105,13 @@ class LocalNormal:
             out[group] = own
         return out, base
 
-    def start_aid(self, key: Array, split: SplitModel) -> dict[str, Any]:
+    def init_context(self, key: Array, split: SplitModel) -> dict[str, Any]:
         """Parameters of the locals' guide that all silos share: none."""
         return {}
 
-    def condition(self, params: dict, base: LocalBase, z: Array, aid: Array, data: Any = None) -> Conditional:
-        """q(z_L | z_G = z). ``aid`` is the guide's centre mu_G; () stands for the base's, which does not move."""
-        shift = (z - (base.centre if isinstance(aid, tuple) else aid)) / base.unit
+    def condition(self, params: dict, base: LocalBase, z: Array, context: Array, data: Any = None) -> Conditional:
+        """q(z_L | z_G = z). ``context`` is the guide's centre mu_G; () stands for the base's, which does not move."""
+        shift = (z - (base.centre if isinstance(context, tuple) else context)) / base.unit
         loc, log_scale, tril = {}, {}, {}
         for group in base.loc:
             own, unit = params[group], base.scale[group]
@@ -126,9 +126,9 @@ class LocalNormal:
         mixing = _lower(params["tril"], base.loc, base.valid) if self.local_cov == "full" and base.loc else None
         return Conditional(loc, log_scale, tril, mixing)
 
-    def summary_local(self, params: dict, base: LocalBase, z: Array, aid: Array) -> tuple[dict, dict, dict]:
+    def summary_local(self, params: dict, base: LocalBase, z: Array, context: Array) -> tuple[dict, dict, dict]:
         """Location at z_G = z, scale and coupling, each {group: ...}: what another run can start from."""
-        found = self.condition(params, base, z, aid)
+        found = self.condition(params, base, z, context)
         coupling = {}
         for group in found.loc:
             own, unit = params[group], base.scale[group]

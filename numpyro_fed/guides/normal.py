@@ -18,7 +18,7 @@ from numpyro.distributions import LowRankMultivariateNormal
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import LOG_2PI
 
-Array = Any
+Array = jax.Array
 START_SD = 0.05  # of every coordinate, where no start is looked for
 JITTER = 0.05  # ... and of its location, which is random: equal topics or hidden units could not be told apart
 FULL_LIMIT = 2000
@@ -49,7 +49,7 @@ class GlobalNormal:
     def _rank(self, d: int) -> int:
         return min(d, self.rank or max(1, round(d**0.5)))
 
-    def draw_global(self, key: Array, d: int) -> Array:
+    def noise(self, key: Array, d: int) -> Array:
         return jax.random.normal(key, (d + (self._rank(d) if self.global_cov == "low_rank" else 0),))
 
     def sample_global(self, params: dict[str, Array], base: GlobalBase, eps: Array) -> Array:
@@ -109,7 +109,7 @@ class GlobalNormal:
         params["log_scale"] = jnp.full(d, float(np.log(START_SD)))
         return params, base
 
-    def path(self, params: dict[str, Array], base: GlobalBase, eps: Array) -> tuple[Array, Array]:
+    def rsample_with_log_prob(self, params: dict[str, Array], base: GlobalBase, eps: Array) -> tuple[Array, Array]:
         """A draw and its log density; the gradient sticks the landing (the density's parameters are held fixed)."""
         z = self.sample_global(params, base, eps)
         return z, self.log_prob_global(jax.lax.stop_gradient(params), base, z)

@@ -73,13 +73,13 @@ class GuidePosterior:
 
     def context(self, server: GuideServer) -> Any:
         """What of the guide over the globals the silos need."""
-        return (self.guide.aid if self.moving_centre else self.guide.fixed_aid)(server.params, server.base)
+        return (self.guide.context if self.moving_centre else self.guide.frozen_context)(server.params, server.base)
 
     def sample(self, key: Key, server: GuideServer) -> Array:
         return self.sample_with_log_prob(key, server)[0]
 
     def sample_with_log_prob(self, key: Key, server: GuideServer) -> tuple[Array, Array]:
-        return self.guide.path(server.params, server.base, self.guide.draw_global(key, self.split.dim))
+        return self.guide.rsample_with_log_prob(server.params, server.base, self.guide.noise(key, self.split.dim))
 
     def sample_local(self, key: Key, z: Array, server: GuideServer, silo: PyTree, data: SiloData) -> dict[str, Array]:
         split, guide, own, context = self.split, self.guide, self.own(silo), self.context(server)

@@ -11,12 +11,14 @@ with unit lower triangular :math:`L` (Tan, Bhaskaran and Nott 2020; section 3.4 
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from numpyro_fed.guides.auto import AutoGlobals, check_factory
 from numpyro_fed.guides.local import LocalNormal
 from numpyro_fed.guides.normal import GlobalNormal, check_global
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,10 @@ class StructuredNormal(GlobalNormal, LocalNormal):
             return replace(self, coupling=False, scale_coupling=False).bind(split)
         return self if self.global_guide is None else AutoGlobals(self, split)
 
-    def aid(self, params: dict[str, Array], base: Any) -> Any:
+    def context(self, params: dict[str, Array], base: Any) -> Any:
         """What of the guide over the globals the silos need: its centre mu_G, where locals move around it."""
         return self.mean_global(params, base) if self.coupling or self.scale_coupling else ()
 
-    def fixed_aid(self, params: dict[str, Array], base: Any) -> tuple:
+    def frozen_context(self, params: dict[str, Array], base: Any) -> tuple:
         """The same where silos keep to the start's centre (which gives the same family)."""
         return ()

@@ -7,11 +7,12 @@ the model's own transforms, so that it can stand beside the model's (:mod:`numpy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
 from numpyro.distributions.distribution import validation_enabled
 
-Array = Any
+Array = jax.Array
 
 
 def guide_trace(guide: Callable, kwargs: dict, params: dict, key: Array, held: dict | None = None) -> dict[str, dict]:

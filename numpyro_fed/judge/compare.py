@@ -1,4 +1,4 @@
-"""Is it right? Methods beside a reference, one global parameter at a time.
+"""Is it right? Methods beside a reference, one global parameter at a time and all together.
 
 >>> rng = np.random.default_rng(0)
 >>> reference = {"mu": rng.normal(0, 1, 4000)}
@@ -9,18 +9,31 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 import pandas as pd
+from scipy.stats import wasserstein_distance
 
 from numpyro_fed.checks import check_key
 from numpyro_fed.judge.effective import constant, num_effective
+from numpyro_fed.judge.joint import Joint, joint_distances
 from numpyro_fed.judge.nuts import Reference
 from numpyro_fed.judge.plot import MAX_PANELS, REFERENCE, figure
 from numpyro_fed.results.summary import scalars
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Array = jax.Array
+
+FLOOR = (
+    "Joint distance: all parameters together, in sds of the reference. By chance alone, two sets of its own draws are "
+    "as far apart as the floor; distances below twice that are no finding."
+)
 
 
 @dataclass(frozen=True)
@@ -40,9 +53,27 @@ class Comparison:
     num_samples: dict[str, int]  # draws of each method
     reference: dict[str, np.ndarray] = field(repr=False)  # {parameter: draws}
     draws: dict[str, dict[str, np.ndarray]] = field(repr=False)  # {method: {parameter: draws}}
+    show_joint: bool = True
+
+    @property
+    def joint(self) -> pd.DataFrame:
+        """How far each method is from the reference, all parameters together; found when first asked for.
+
+        One row a method: ``distance`` (in sds of the reference: see :mod:`numpyro_fed.judge.joint`), its ``floor``, the
+        distance that two sets of ``num_draws`` draws of the reference have by chance, and ``num_draws``. A method that
+        is right has a distance between zero and about its floor; below twice the floor a distance is no finding. NaN
+        where draws are not finite or fewer than 50 (100 of the reference).
+        """
+        return self._joint.table
+
+    @cached_property
+    def _joint(self) -> Joint:
+        n_eff = self.monte_carlo_error.max() ** -2  # of the slowest parameter; NaN if unknown
+        num_draws = len(next(iter(self.reference.values())))
+        return joint_distances(self.reference, self.draws, num_draws if np.isnan(n_eff) else n_eff)
 
     def notes(self) -> list[str]:
-        """One sentence a method on its largest miss, then one on the error of the reference itself."""
+        """A sentence a method on its largest miss, one on the reference's own error, one on joint distances."""
         lines = [_largest_miss(method, rows) for method, rows in self.table.groupby("method", sort=False)]
         error = self.monte_carlo_error.dropna()
         if len(error):
@@ -51,6 +82,10 @@ class Comparison:
                 f"Monte Carlo error of the reference's means: up to {error[worst]:.3f} sd ({worst}, "
                 f"n_eff {error[worst] ** -2:.0f}); shifts below twice that are no finding."
             )
+        if self.show_joint:
+            if self.joint["distance"].notna().any():
+                lines.append(FLOOR)
+            lines += self._joint.notes
         return lines
 
     def _shown(self) -> pd.DataFrame:
@@ -63,14 +98,22 @@ class Comparison:
         known = [name for name in shown if (shown[name] != "").any()]
         return shown[known]
 
+    def _tables(self) -> list[pd.DataFrame]:
+        if not self.show_joint:
+            return [self._shown()]
+        shown = self.joint.rename(columns={"distance": "joint distance"})
+        for name in ("joint distance", "floor"):
+            shown[name] = shown[name].map("{:.2f}".format)
+        return [self._shown(), shown]
+
     def __repr__(self) -> str:
-        return "\n".join([self._shown().to_string(index=False), *self.notes()])
+        return "\n".join([*(table.to_string(index=False) for table in self._tables()), *self.notes()])
 
     def _repr_html_(self) -> str:
         notes = "<br>".join(escape(line) for line in self.notes())
-        return self._shown().to_html(index=False, border=0) + f"<p>{notes}</p>"
+        return "".join(table.to_html(index=False, border=0) for table in self._tables()) + f"<p>{notes}</p>"
 
-    def plot(self, parameters: str | Iterable[str] | None = None) -> Any:
+    def plot(self, parameters: str | Iterable[str] | None = None) -> "Figure":
         """The marginal densities over one another, one panel a parameter, as a matplotlib Figure.
 
         Args:
@@ -93,7 +136,13 @@ class Comparison:
 
 
 def compare(
-    fits: Any, reference: Any, *, rng_key: Any = None, num_samples: int = 4000, sites: Iterable[str] | None = None
+    fits: Any,
+    reference: Any,
+    *,
+    rng_key: Array | None = None,
+    num_samples: int = 4000,
+    sites: Iterable[str] | None = None,
+    joint: bool = True,
 ) -> Comparison:
     """Compare the global posteriors of one or several fits with a reference.
 
@@ -105,6 +154,8 @@ def compare(
         num_samples: draws from each fit; draws that exist already are all used.
         sites: the sites to compare. When not given: the global sites, where a fit or a ``Reference`` tells which they
             are; else the sites that all have in common.
+        joint: whether the printed comparison shows joint distances. They take seconds, once, when it is first printed;
+            :attr:`Comparison.joint` has them in any case.
 
     Constant parameters (the diagonal of a correlation matrix) are left out.
 
@@ -134,7 +185,7 @@ def compare(
         for name, x in values.items()
     ]
     counts = {who: len(next(iter(values.values()))) for who, values in flat.items()}
-    return Comparison(pd.DataFrame(rows), _monte_carlo_error(reference, kept), counts, kept, flat)
+    return Comparison(pd.DataFrame(rows), _monte_carlo_error(reference, kept), counts, kept, flat, joint)
 
 
 # --- draws, whatever they come from -----------------------------------------------------------------------------------
@@ -158,7 +209,7 @@ def _has_own_draws(what: Any) -> bool:
     return isinstance(what, Mapping) or hasattr(what, "get_samples")
 
 
-def _draws(who: str, what: Any, key: Any, num_samples: int) -> dict[str, np.ndarray]:
+def _draws(who: str, what: Any, key: Array, num_samples: int) -> dict[str, np.ndarray]:
     if _are_draws(what):
         found = what
     elif hasattr(what, "get_samples"):
@@ -215,17 +266,8 @@ def _distances(x: np.ndarray, reference: np.ndarray) -> dict[str, float]:
     return {
         "mean_shift": (x.mean() - reference.mean()) / sd,
         "sd_ratio": x.std(ddof=1) / sd,
-        "w1": _wasserstein(x, reference) / sd,
+        "w1": wasserstein_distance(x, reference) / sd if np.all(np.isfinite([x.sum(), reference.sum()])) else np.nan,
     }
-
-
-def _wasserstein(x: np.ndarray, y: np.ndarray) -> float:
-    """1-Wasserstein distance: the mean distance of quantiles."""
-    if not (np.all(np.isfinite(x)) and np.all(np.isfinite(y))):
-        return np.nan
-    level = (np.arange(max(len(x), len(y))) + 0.5) / max(len(x), len(y))
-    quantile = lambda v: np.sort(v)[(level * len(v)).astype(int)]
-    return float(np.mean(np.abs(quantile(x) - quantile(y))))
 
 
 def _cost(fit: Any) -> dict[str, Any]:

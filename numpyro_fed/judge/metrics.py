@@ -5,13 +5,12 @@
 (0.667, -0.415, 0.3)
 """
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 
-def accuracy(probs: Any, labels: Any) -> float:
+def accuracy(probs: ArrayLike, labels: ArrayLike) -> float:
     """The share of labels that are the most probable class.
 
     Args:
@@ -25,7 +24,7 @@ def accuracy(probs: Any, labels: Any) -> float:
     return float(np.mean(np.argmax(probs, axis=1) == labels))
 
 
-def log_likelihood(probs: Any, labels: Any) -> float:
+def log_likelihood(probs: ArrayLike, labels: ArrayLike) -> float:
     """The mean logarithm of the labels' probabilities; arguments as for :func:`accuracy`.
 
     >>> round(log_likelihood([[0.5, 0.25, 0.25]], [1]), 4)  # log 0.25
@@ -36,7 +35,7 @@ def log_likelihood(probs: Any, labels: Any) -> float:
         return float(np.mean(np.log(np.take_along_axis(probs, labels[:, None], axis=1))))
 
 
-def ece(probs: Any, labels: Any, num_bins: int = 15) -> float:
+def ece(probs: ArrayLike, labels: ArrayLike, num_bins: int = 15) -> float:
     r"""Expected calibration error: how far confidence is from accuracy.
 
     .. math::
@@ -56,7 +55,7 @@ def ece(probs: Any, labels: Any, num_bins: int = 15) -> float:
     return float((bins["count"] * gap).sum() / bins["count"].sum())
 
 
-def reliability(probs: Any, labels: Any, num_bins: int = 15) -> pd.DataFrame:
+def reliability(probs: ArrayLike, labels: ArrayLike, num_bins: int = 15) -> pd.DataFrame:
     """The reliability diagram as a table: accuracy against confidence, bin by bin.
 
     Bins have equal width and contain their upper ends. Arguments as for :func:`accuracy`.
@@ -89,7 +88,7 @@ def reliability(probs: Any, labels: Any, num_bins: int = 15) -> pd.DataFrame:
     return pd.DataFrame({"lower": edges[:-1], "upper": edges[1:], **means, "count": count})
 
 
-def checked(probs: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
+def checked(probs: ArrayLike, labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities (n, K) and int labels (n,)."""
     probs, given = np.asarray(probs, np.float64), np.asarray(labels)
     if probs.shape == given.shape:

@@ -1,53 +1,37 @@
 r"""Pooled NUTS on the split model: the posterior that a federated method approximates.
 
-:func:`nuts` needs no pooled model. The target is the sum of the server's and the silos' terms,
-
-.. math::
-
-    \log p(z_G) + \sum_j \log p(z_{Lj}, y_j \mid z_G) - \tfrac12 \sum_{\text{padded}} z^2,
-
-on unconstrained vectors. The last sum runs over the local elements that no density touches: padded rows, and the
-observed half of an ``obs_mask``. Left flat, they would send every trajectory to its maximal length; as standard
-normals, independent of all else, they leave the posterior as it is and the trajectories short.
+:func:`nuts` needs no pooled model. The target is the sum of the server's and the silos' terms
+(:mod:`numpyro_fed.judge.pooled`).
 
 All data are in one place here: it is the judge of a federated run, not a part of one.
 """
 
-import os
-import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pandas as pd
-from jax.flatten_util import ravel_pytree
 from numpyro.diagnostics import split_gelman_rubin
 from numpyro.distributions import biject_to
-from numpyro.infer.hmc import hmc
-from tqdm.auto import tqdm
 
 from numpyro_fed.checks import check_key
 from numpyro_fed.data.padding import SiloData, without_padding
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.stack import Stack, stack_of
 from numpyro_fed.judge.effective import constant, num_effective
+from numpyro_fed.judge.pooled import Point, chains
 from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import Model
 from numpyro_fed.results.summary import scalars
 
-Array = Any
-RADIUS = 2.0  # of the cube of starts in unconstrained space, as in NumPyro and Stan
-TRIES = 100  # starts tried for each chain; the radius is halved after every ten
-CHUNK = 100  # draws between two looks of the host: progress, interruption
+Array = jax.Array
 R_HAT = 1.05  # above this the chains have not mixed
 
 
@@ -58,8 +42,8 @@ class Reference:
     split: SplitModel = field(repr=False)
     data: Stack = field(repr=False)
     theta: dict[str, Array]  # unconstrained
-    draws: dict[str, Array] = field(repr=False)  # {global site: (chains, draws, ...)}, constrained
-    unconstrained: dict[str, Any] = field(repr=False)  # {"z": (chains, draws, d), "local": ({group: ...}, ...)}
+    draws: dict[str, np.ndarray] = field(repr=False)  # {global site: (chains, draws, ...)}, constrained
+    unconstrained: Point = field(repr=False)  # {"z": (chains, draws, d), "local": ({group: ...}, ...)}
     diverging: np.ndarray = field(repr=False)  # (chains, draws)
     num_steps: np.ndarray = field(repr=False)  # (chains, draws): leapfrog steps of each draw
     seconds: float  # wall time, with compilation
@@ -77,11 +61,11 @@ class Reference:
     def divergences(self) -> int:
         return int(self.diverging.sum())
 
-    def get_samples(self, group_by_chain: bool = False) -> dict[str, Array]:
+    def get_samples(self, group_by_chain: bool = False) -> dict[str, np.ndarray]:
         """``{site: draws}`` of the global sites and the deterministics of them, constrained."""
         return {name: value if group_by_chain else _flat(value) for name, value in self.draws.items()}
 
-    def sample_local(self, silo: str, group_by_chain: bool = False) -> dict[str, Array]:
+    def sample_local(self, silo: str, group_by_chain: bool = False) -> dict[str, np.ndarray]:
         """``{site: draws}`` of a silo's local sites and deterministics, unpadded, in get_samples' order.
 
         Discrete sites, which NUTS does not see, are drawn from their exact posterior given the others.
@@ -96,11 +80,14 @@ class Reference:
         local = self.split.unpadded_local(local, lengths, padded)
         data = without_padding(data, self.split.spec, lengths)  # a deterministic site may be a mean over rows
         key = fold_in_name(jax.random.key(0), identity(silo))
-        values = _constrained_local(self.split, self.unconstrained["z"], local, self.theta, data, key)
-        return {name: np.asarray(value if group_by_chain else _flat(value)) for name, value in values.items()}
+        found = _constrained_local(self.split, self.unconstrained["z"], local, self.theta, data, key)
+        values = {name: np.asarray(value) for name, value in found.items()}
+        return {name: value if group_by_chain else _flat(value) for name, value in values.items()}
 
     def diagnostics(self) -> pd.DataFrame:
         """Mean, sd, n_eff and split r_hat of every global scalar; a constant one has neither n_eff nor r_hat."""
+        # Not arviz.summary: it names and rounds its columns one way in 0.23 and another in 1.x, and its bulk n_eff, of
+        # ranks, is not that of the mean, which compare's Monte Carlo errors need.
         values = scalars(self.draws, batch=2)
         columns: dict[str, list[float]] = {"mean": [], "sd": [], "n_eff": [], "r_hat": []}
         for x in values.values():
@@ -121,12 +108,12 @@ def nuts(
     model: Model,
     silos: Silos,
     *,
-    rng_key: Any = None,
+    rng_key: Array | None = None,
     num_warmup: int = 1000,
     num_samples: int = 1000,
     num_chains: int = 4,
-    local: Any = None,
-    shared: Any = None,
+    local: Iterable[str] | None = None,
+    shared: Iterable[str] | None = None,
     theta: Mapping[str, Any] | None = None,
     progress_bar: bool = True,
     **nuts_options: Any,
@@ -170,7 +157,7 @@ def nuts(
     data = stack_of(silos, silos, split.spec, split.partition.axes)
     # a chain's key depends on its number alone, not on how many chains there are
     keys = [jax.random.fold_in(key, chain) for chain in range(num_chains)]
-    unconstrained, extra = _sample(split, data, fixed, keys, num_warmup, num_samples, progress_bar, nuts_options)
+    unconstrained, extra = chains(split, data, fixed, keys, num_warmup, num_samples, progress_bar, nuts_options)
     draws = _constrained_global(split, unconstrained["z"], fixed)
     reference = Reference(
         split,
@@ -184,118 +171,6 @@ def nuts(
     )
     _warn(reference)
     return reference
-
-
-# --- the sampler ------------------------------------------------------------------------------------------------------
-
-
-def _sample(
-    split: SplitModel,
-    data: Stack,
-    theta: dict[str, Array],
-    keys: list[Array],
-    num_warmup: int,
-    num_samples: int,
-    progress_bar: bool,
-    options: dict[str, Any],
-) -> tuple[Any, dict[str, np.ndarray]]:
-    """Unconstrained draws and the sampler's statistics, each (chains, draws, ...)."""
-    init, sample = hmc(potential_fn_gen=partial(partial, _potential, split, theta), algo="NUTS")
-    arrays = (data.arrays, data.shared)
-    zeros = _point(split, data)
-    total = num_warmup + num_samples
-    chunk = -(-total // -(-total // CHUNK))  # chunks of equal length, with few draws to spare
-
-    def start(key: Array, arrays: Any) -> tuple[Any, Array]:
-        key_start, key_run = jax.random.split(key)
-        point, found = _start(partial(_potential, split, theta, *arrays), zeros, key_start)
-        return init(point, num_warmup, model_args=arrays, rng_key=key_run, **options), found
-
-    def advance(state: Any, arrays: Any) -> tuple[Any, Any]:
-        def step(state: Any, _: None) -> tuple[Any, Any]:
-            state = sample(state, model_args=arrays)
-            return state, (state.z, {"diverging": state.diverging, "num_steps": state.num_steps})
-
-        return jax.lax.scan(step, state, None, length=chunk)
-
-    first = jax.jit(start).lower(keys[0], arrays).compile()
-    states = []
-    for key in keys:
-        state, found = first(key, arrays)
-        if not found:
-            raise ValueError(
-                f"no start with a finite log density and gradient was found in {TRIES} tries: check the data's scale "
-                "and the distributions' parameters, or bound them (a scale that can reach zero, an exp that overflows)"
-            )
-        states.append(state)
-    onwards = jax.jit(advance).lower(states[0], arrays).compile()
-    stopped = threading.Event()
-
-    def run(state: Any) -> Any:
-        kept = []
-        for begin in range(0, total, chunk):
-            if stopped.is_set():
-                break
-            state, rows = onwards(state, arrays)
-            cut = slice(max(num_warmup - begin, 0), total - begin)
-            kept.append(jax.tree.map(lambda leaf, cut=cut: np.asarray(leaf)[cut], rows))
-            bar.update(min(chunk, total - begin))
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *kept)
-
-    with (
-        tqdm(total=total * len(keys), desc="nuts", disable=not progress_bar) as bar,
-        ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1)) as pool,
-    ):
-        chains = [pool.submit(run, state) for state in states]
-        try:
-            return jax.tree.map(lambda *parts: np.stack(parts), *(chain.result() for chain in chains))
-        finally:
-            stopped.set()  # after an interrupt the threads end with their chunk
-
-
-# --- the target -------------------------------------------------------------------------------------------------------
-
-
-def _potential(split: SplitModel, theta: dict[str, Array], buckets: Any, shared: Any, point: dict[str, Any]) -> Array:
-    """-log density of the pooled model, with a standard normal on the local elements that no density touches."""
-    energy = -split.log_prior(point["z"], theta)
-    for (args, mask), local in zip(buckets, point["local"], strict=True):
-
-        def of_silo(args: Any, mask: Any, z_local: dict[str, Array]) -> Array:
-            terms, active = split.evaluate(point["z"], z_local, theta, SiloData(args, mask, shared))
-            unused = sum((jnp.sum(jnp.where(active[g], 0.0, z_local[g]) ** 2) for g in active), jnp.zeros(()))
-            return 0.5 * unused - sum((jnp.sum(term) for term in terms.values()), jnp.zeros(()))
-
-        energy = energy + jnp.sum(jax.vmap(of_silo)(args, mask, local))
-    return energy
-
-
-def _point(split: SplitModel, data: Stack) -> dict[str, Any]:
-    """Zeros in the shape of the sampler's state: z_G, and each bucket's z_L stacked over its silos."""
-    buckets = zip(data.buckets, data.arrays, strict=True)
-    local = tuple(split.zeros_locals(mask, len(bucket.names)) for bucket, (_, mask) in buckets)
-    return {"z": jnp.zeros(split.dim), "local": local}
-
-
-def _start(potential: Callable[[Any], Array], zeros: Any, key: Array) -> tuple[Any, Array]:
-    """A point with a finite potential and gradient, and whether one was found."""
-    flat, unravel = ravel_pytree(zeros)
-
-    def draw(attempt: Array) -> Array:
-        radius = RADIUS * 0.5 ** (attempt // 10)
-        return jax.random.uniform(jax.random.fold_in(key, attempt), flat.shape, flat.dtype, -1, 1) * radius
-
-    def fails(x: Array) -> Array:
-        energy, gradient = jax.value_and_grad(lambda x: potential(unravel(x)))(x)
-        return ~(jnp.isfinite(energy) & jnp.all(jnp.isfinite(gradient)))
-
-    def again(carry: tuple) -> tuple:
-        attempt, x, _ = carry
-        x = draw(attempt)
-        return attempt + 1, x, fails(x)
-
-    _, x, failed = jax.lax.while_loop(lambda carry: carry[2] & (carry[0] < TRIES), again, (0, flat, jnp.array(True)))
-    return unravel(x), ~failed
 
 
 def _fixed_theta(split: SplitModel, theta: Mapping[str, Any] | None) -> dict[str, Array]:
@@ -324,7 +199,7 @@ def _fixed_theta(split: SplitModel, theta: Mapping[str, Any] | None) -> dict[str
 # --- back to named sites ----------------------------------------------------------------------------------------------
 
 
-def _constrained_global(split: SplitModel, z: Array, theta: dict[str, Array]) -> dict[str, Array]:
+def _constrained_global(split: SplitModel, z: np.ndarray, theta: dict[str, Array]) -> dict[str, Array]:
     return jax.jit(jax.vmap(jax.vmap(lambda z: split.constrain_global(z, theta))))(z)
 
 
@@ -335,7 +210,7 @@ def _constrained_local(
     return jax.jit(jax.vmap(jax.vmap(one)))(jax.random.split(key, z.shape[:2]), z, local)
 
 
-def _flat(value: Array) -> Array:
+def _flat(value: np.ndarray) -> np.ndarray:
     return value.reshape((-1, *value.shape[2:]))
 
 

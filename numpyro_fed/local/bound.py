@@ -25,7 +25,7 @@ from numpyro_fed.local import conditional
 from numpyro_fed.model.rows import Components, add_aligned, add_indexed, num_components
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 
 
 class Weighting(NamedTuple):
@@ -47,7 +47,7 @@ class BoundGradients(NamedTuple):
     value: Array
     params: Any  # of the silo's guide; stays in the silo
     z: Array  # (d,)
-    aid: Any  # with respect to what the silo was sent of the guide over the globals
+    context: Any  # with respect to what the silo was sent of the guide over the globals
     theta: dict[str, Array]
 
 
@@ -59,7 +59,7 @@ def silo_bound(
     params: Any,
     base: Any,
     z: Array,
-    aid: Any,
+    context: Any,
     theta: dict[str, Array],
     data: SiloData,
     components: Components | None = None,
@@ -78,14 +78,14 @@ def silo_bound(
             return total if power is None else power * total
 
         value, (g_z, g_theta) = jax.value_and_grad(value_at, argnums=(0, 1))(z, theta)
-        return BoundGradients(value, params, g_z, jax.tree.map(jnp.zeros_like, aid), g_theta)
+        return BoundGradients(value, params, g_z, jax.tree.map(jnp.zeros_like, context), g_theta)
     combine = lambda found, log_q: combined(split, weighting, found.terms, log_q, data, components, batch, power)
     counts = _counts(split, weighting, data, batch)
     if guide.arbitrary:
-        return _plain(split, guide, weighting, key, params, base, z, aid, theta, data, combine, counts)
+        return _plain(split, guide, weighting, key, params, base, z, context, theta, data, combine, counts)
     # the barrier keeps the compiler from drawing the same numbers again in every place that uses them
     eps = jax.lax.optimization_barrier(conditional.draw_rows(key, split, data.mask, weighting.num))
-    held, held_aid = jax.lax.stop_gradient((params, aid))
+    held, held_aid = jax.lax.stop_gradient((params, context))
 
     def log_weights(z_local: dict, off_mean: dict, given: conditional.Conditional, z: Array, theta: dict) -> Array:
         """log p at z_L minus log q at z_L less its mean: the mean given z_G moves with z_G, so z_G cancels there."""
@@ -96,7 +96,7 @@ def silo_bound(
 
         return jax.vmap(one)(z_local, off_mean)
 
-    at = lambda params, z, aid: guide.condition(params, base, z, aid, data)
+    at = lambda params, z, context: guide.condition(params, base, z, context, data)
     given, pull_z = jax.vjp(lambda z: at(held, z, held_aid), z)
     off_mean, pull_spread = jax.vjp(lambda given: jax.vmap(lambda eps: conditional.spread(given, eps))(eps), given)
     z_local = jax.lax.optimization_barrier(jax.tree.map(lambda loc, off: loc + off, given.loc, off_mean))
@@ -114,7 +114,7 @@ def silo_bound(
         twice = lambda group: row_weights(split, weighting, weight, group, data, components)[..., None]
         both = {group: twice(group) * value for group, value in both.items()}
         (by_spread,) = pull_spread(both)
-    _, pull = jax.vjp(lambda params, aid: at(params, z, aid), params, aid)
+    _, pull = jax.vjp(lambda params, context: at(params, z, context), params, context)
     g_params, g_aid = pull(by_spread._replace(loc=total(both)))
     return BoundGradients(value, g_params, g_z, g_aid, g_theta)
 
@@ -127,7 +127,7 @@ def _plain(
     params: Any,
     base: Any,
     z: Array,
-    aid: Any,
+    context: Any,
     theta: dict,
     data: SiloData,
     combine: Any,
@@ -136,15 +136,15 @@ def _plain(
     """The same bound for a guide of any form: the full reparametrised gradient."""
     keys = jax.random.split(key, weighting.num)
 
-    def bound(params: Any, z: Array, aid: Any, theta: dict) -> Array:
+    def bound(params: Any, z: Array, context: Any, theta: dict) -> Array:
         def one(key: Array) -> Array:
-            z_local, log_q = guide.draw_with_density(key, split, params, base, z, aid, theta, data)
+            z_local, log_q = guide.draw_with_density(key, split, params, base, z, context, theta, data)
             return combine(split.evaluate(z, z_local, theta, data), log_q)
 
         log_mean = logsumexp(jax.vmap(one)(keys), axis=0) - np.log(weighting.num)
         return jnp.sum(log_mean if counts is None else counts * log_mean)
 
-    value, gradients = jax.value_and_grad(bound, argnums=(0, 1, 2, 3))(params, z, aid, theta)
+    value, gradients = jax.value_and_grad(bound, argnums=(0, 1, 2, 3))(params, z, context, theta)
     return BoundGradients(value, *gradients)
 
 

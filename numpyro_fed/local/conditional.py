@@ -1,11 +1,13 @@
-r"""A silo's locals near a point of the globals.
+r"""q(z_L | z_G): a silo's locals, normal given the globals, with a mean that is linear in them.
 
 At :math:`z_G = c` each local row has a mode, a curvature and a slope; so near c the row is about
 
 .. math:: z_L = \mu + C (z_G - c) + R \epsilon, \qquad C = \partial \mu / \partial z_G, \quad R R^\top = H^{-1}
 
-This one object centres quadrature, proposes to importance sampling, whitens a sampler and starts a guide. Newton's
-method finds it, row by row, from wherever it was before.
+This one object, :class:`LocalLaplace`, centres quadrature, proposes to importance sampling, whitens a sampler and
+starts a guide. Newton's method finds it, row by row, from wherever it was before. At one z_G it is a
+:class:`Conditional` (:meth:`LocalLaplace.given`): what guides make of their parameters, and all that bounds know of
+them. There R is :math:`\sigma (I + T)`, with T strictly lower triangular.
 """
 
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
+from numpyro.distributions.util import matrix_to_tril_vec, vec_to_tril_matrix
 
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.keys import digest
@@ -21,8 +24,17 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import LOG_2PI
 from numpyro_fed.normal.newton import Spectrum, positive_spectrum
 
-Array = Any
+Array = jax.Array
 FLAT = 1e-4  # the least curvature of a row, in units of its prior
+
+
+class Conditional(NamedTuple):
+    """q(z_L | z_G) at one z_G: a normal, row by row unless ``mixing`` joins the rows."""
+
+    loc: dict[str, Array]  # {group: (rows, k)}
+    log_scale: dict[str, Array]  # {group: (rows, k)}
+    tril: dict[str, Array]  # {group: (rows, k (k - 1) / 2)}: strictly lower triangular, where rows have k > 1
+    mixing: Array | None = None  # strictly lower triangular over all locals of a silo
 
 
 class LocalLaplace(NamedTuple):
@@ -34,6 +46,12 @@ class LocalLaplace(NamedTuple):
     root: dict[str, Array]  # {group: (rows, k, k)}: lower triangular
     curvature: dict[str, Array]  # {group: (rows, k)}: of each element, the others held
 
+    @classmethod
+    def from_sds(cls, centre: Array, loc: dict, sds: dict, coupling: dict) -> "LocalLaplace":
+        """With independent elements, {group: (rows, k)}."""
+        root = {g: sd[..., None] * jnp.eye(sd.shape[-1]) for g, sd in sds.items()}
+        return cls(centre, loc, coupling, root, {g: sd**-2 for g, sd in sds.items()})
+
     def mean(self, z: Array) -> dict[str, Array]:
         """The locals' centre at another z."""
         return {g: self.loc[g] + self.coupling[g] @ (z - self.centre) for g in self.loc}
@@ -43,9 +61,40 @@ class LocalLaplace(NamedTuple):
         mean = self.mean(z)
         return {g: mean[g] + jnp.einsum("rij,rj->ri", self.root[g], eps[g]) for g in mean}
 
+    def given(self, z: Array) -> Conditional:
+        """The same normal at one z."""
+        scale = self._diagonal()
+        unit = {g: root / scale[g][:, :, None] for g, root in self.root.items() if root.shape[-1] > 1}
+        tril = {g: matrix_to_tril_vec(matrix, -1) for g, matrix in unit.items()}
+        return Conditional(self.mean(z), jax.tree.map(jnp.log, scale), tril)
+
+    def log_prob(self, eps: dict[str, Array], active: dict[str, Array]) -> dict[str, Array]:
+        """log q(z_L | z) at ``self.at(z, eps)``, {group: (rows,)}, whatever z is; inactive elements are left out."""
+        return _log_prob_white(eps, jax.tree.map(jnp.log, self._diagonal()), active)
+
     def log_det(self) -> dict[str, Array]:
         """Log determinant of each row's root, {group: (rows,)}."""
-        return {g: jnp.sum(jnp.log(jnp.diagonal(root, axis1=1, axis2=2)), axis=1) for g, root in self.root.items()}
+        return {g: jnp.sum(jnp.log(scale), axis=1) for g, scale in self._diagonal().items()}
+
+    def sds(self) -> dict[str, Array]:
+        """Of each element given the globals, {group: (rows, k)}."""
+        return {g: jnp.sqrt(jnp.sum(root**2, axis=-1)) for g, root in self.root.items()}
+
+    def conditional_sds(self) -> dict[str, Array]:
+        """The same, the row's other elements held: what a guide with independent elements would learn."""
+        return jax.tree.map(jax.lax.rsqrt, self.curvature)
+
+    def with_moments(self, mean: dict[str, Array], cov: dict[str, Array]) -> "LocalLaplace":
+        """With the mean and covariance that its standard normals eps turned out to have."""
+        loc, root = {}, {}
+        for g in self.loc:
+            loc[g] = self.loc[g] + jnp.einsum("rij,rj->ri", self.root[g], mean[g])
+            safe = cov[g] + 1e-4 * jnp.eye(cov[g].shape[-1])
+            root[g] = self.root[g] @ jnp.linalg.cholesky(safe / (1 + 1e-4))
+        return self._replace(loc=loc, root=root)
+
+    def _diagonal(self) -> dict[str, Array]:
+        return {g: jnp.diagonal(root, axis1=1, axis2=2) for g, root in self.root.items()}
 
 
 def standard_local_laplace(split: SplitModel, data: SiloData) -> LocalLaplace:
@@ -126,15 +175,6 @@ def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data:
     return LocalLaplace(z, loc, coupling, root, diagonal)
 
 
-class Conditional(NamedTuple):
-    """q(z_L | z_G) at one z_G: a normal, row by row unless ``mixing`` joins the rows."""
-
-    loc: dict[str, Array]  # {group: (rows, k)}
-    log_scale: dict[str, Array]  # {group: (rows, k)}
-    tril: dict[str, Array]  # {group: (rows, k (k - 1) / 2)}: strictly lower triangular, where rows have k > 1
-    mixing: Array | None = None  # strictly lower triangular over all locals of a silo
-
-
 def draw_rows(key: Array, split: SplitModel, mask: dict[str, Array], num: int) -> dict[str, Array]:
     """Standard normals, {group: (num, rows, k)}. A row's numbers depend on its place, not on the padding."""
     out = {}
@@ -159,7 +199,7 @@ def spread(given: Conditional, eps: dict) -> dict:
     out = {}
     for group, white in eps.items():
         if group in given.tril:
-            white = white + jnp.einsum("rij,rj->ri", _unpacked(given.tril[group], white.shape[-1]), white)
+            white = white + jnp.einsum("rij,rj->ri", vec_to_tril_matrix(given.tril[group], -1), white)
         out[group] = jnp.exp(given.log_scale[group]) * white
     return out
 
@@ -170,26 +210,24 @@ def log_prob_spread(given: Conditional, spread: dict, active: dict) -> dict:
     for group, value in spread.items():
         white[group] = value * jnp.exp(-given.log_scale[group])
         if group in given.tril:
-            k = value.shape[-1]
-            unit = _unpacked(given.tril[group], k) + jnp.eye(k)
+            unit = vec_to_tril_matrix(given.tril[group], -1) + jnp.eye(value.shape[-1])
             white[group] = solve_triangular(unit, white[group][..., None], lower=True, unit_diagonal=True)[..., 0]
     if given.mixing is not None:
         flat = flattened(white)
         unit = given.mixing + jnp.eye(flat.shape[0])
         white = _regrouped(solve_triangular(unit, flat, lower=True, unit_diagonal=True), white)
-    density = lambda group: -0.5 * white[group] ** 2 - given.log_scale[group] - 0.5 * LOG_2PI
-    return {group: jnp.sum(jnp.where(active[group], density(group), 0.0), axis=-1) for group in spread}
+    return _log_prob_white(white, given.log_scale, active)
+
+
+def _log_prob_white(white: dict, log_scale: dict, active: dict) -> dict:
+    """The log density of a normal at its standardised value, by row: the scales' logarithms are all of the root's."""
+    density = lambda group: -0.5 * white[group] ** 2 - log_scale[group] - 0.5 * LOG_2PI
+    return {group: jnp.sum(jnp.where(active[group], density(group), 0.0), axis=-1) for group in white}
 
 
 def sample(given: Conditional, eps: dict) -> dict:
     """z_L from one set of standard normals."""
     return jax.tree.map(jnp.add, given.loc, spread(given, eps))
-
-
-def _unpacked(packed: Array, k: int) -> Array:
-    """Strictly lower triangular matrices from their entries: (rows, k (k - 1) / 2) -> (rows, k, k)."""
-    i, j = np.tril_indices(k, -1)
-    return jnp.zeros((*packed.shape[:-1], k, k), packed.dtype).at[..., i, j].set(packed)
 
 
 def flattened(values: dict) -> Array:

@@ -31,7 +31,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.families import LOG_2PI
 
-Array = Any
+Array = jax.Array
 NODES = {1: 21, 2: 15}  # per dimension of a row
 DRAWS = 64
 REDRAWN_STEPS = 8  # of Newton's method to the locals' modes, given observations that were just drawn

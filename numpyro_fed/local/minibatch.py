@@ -21,7 +21,7 @@ from numpyro_fed.model.rows import Components
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 
-Array = Any
+Array = jax.Array
 
 
 class Batching(NamedTuple):
@@ -33,7 +33,7 @@ class Batching(NamedTuple):
     limit: int = 0  # long format: room for the observations of so many groups; 0 when rows are drawn directly
 
 
-class Taken(NamedTuple):
+class Minibatch(NamedTuple):
     """A minibatch: its data, its components, how it counts, and which local rows move."""
 
     data: SiloData
@@ -178,7 +178,7 @@ def _same_in_a_batch(
     return same
 
 
-def take(split: SplitModel, batching: Batching, key: Array, data: SiloData, found: Components | None) -> Taken:
+def take(split: SplitModel, batching: Batching, key: Array, data: SiloData, found: Components | None) -> Minibatch:
     """A random minibatch of one silo."""
     if batching.limit:
         return _take_groups(split, batching, key, data, found)
@@ -188,14 +188,14 @@ def take(split: SplitModel, batching: Batching, key: Array, data: SiloData, foun
     return take_rows(split, batching, data, found, chosen, total)
 
 
-def with_replacement(split: SplitModel, batching: Batching, key: Array, data: SiloData) -> Taken:
+def with_replacement(split: SplitModel, batching: Batching, key: Array, data: SiloData) -> Minibatch:
     """Rows drawn independently: the noise of a minibatch is then that of independent observations in any silo."""
     total = jnp.sum(data.mask[batching.axis]) // batching.rows
     chosen = jax.random.randint(key, (batching.size,), 0, total)
     return take_rows(split, batching, data, None, chosen, total)
 
 
-def log_silo(split: SplitModel, z: Array, theta: dict, taken: Taken) -> Array:
+def log_silo(split: SplitModel, z: Array, theta: dict, taken: Minibatch) -> Array:
     """The silo's term from a minibatch, of a model without local latents: right on average."""
     batch, total = taken.batch, jnp.zeros(())
     for name, term in split.evaluate(z, {}, theta, taken.data).terms.items():
@@ -206,7 +206,7 @@ def log_silo(split: SplitModel, z: Array, theta: dict, taken: Taken) -> Array:
 
 def take_rows(
     split: SplitModel, batching: Batching, data: SiloData, found: Components | None, chosen: Array, total: Array
-) -> Taken:
+) -> Minibatch:
     """The minibatch of the given rows; a row past the last is none."""
     inside = chosen < total
     element = (jnp.where(inside, chosen, 0)[:, None] * batching.rows + jnp.arange(batching.rows)).reshape(-1)
@@ -220,7 +220,7 @@ def take_rows(
         .set(True, mode="drop")
     )
     rows = _gathered(split, batching.axis, data, element, real)
-    return Taken(rows, found, Batch(batching.axis, factor), place, None, where)
+    return Minibatch(rows, found, Batch(batching.axis, factor), place, None, where)
 
 
 def _gathered(split: SplitModel, axis: str, data: SiloData, element: Array, real: Array) -> SiloData:
@@ -229,7 +229,9 @@ def _gathered(split: SplitModel, axis: str, data: SiloData, element: Array, real
     return SiloData(args, {**data.mask, axis: real}, data.shared)
 
 
-def _take_groups(split: SplitModel, batching: Batching, key: Array, data: SiloData, found: Components | None) -> Taken:
+def _take_groups(
+    split: SplitModel, batching: Batching, key: Array, data: SiloData, found: Components | None
+) -> Minibatch:
     assert found is not None
     number = sum(rows.shape[0] for rows in found.rows.values())
     # a component is known by its smallest row: those of real rows
@@ -246,7 +248,7 @@ def _take_groups(split: SplitModel, batching: Batching, key: Array, data: SiloDa
 
 def take_groups(
     split: SplitModel, batching: Batching, data: SiloData, found: Components, chosen: Array, total: Array
-) -> Taken:
+) -> Minibatch:
     """The minibatch of the chosen components, bool (components,)."""
     of_row = _row_component(split, batching.axis, found)
     wanted = jnp.append(chosen, False)[jnp.minimum(of_row, chosen.shape[0])] & data.mask[batching.axis]
@@ -262,13 +264,13 @@ def take_groups(
     moved = {group: jnp.append(chosen, False)[rows] for group, rows in found.rows.items()}
     batch = Batch(batching.axis, factor, chosen)
     rows = _gathered(split, batching.axis, data, element, real)
-    return Taken(rows, found._replace(terms=terms), batch, None, moved, wanted)
+    return Minibatch(rows, found._replace(terms=terms), batch, None, moved, wanted)
 
 
 # --- local parameters of the rows in a batch ------------------------------------------------------------------------
 
 
-def gather(tree: Any, taken: Taken, groups: tuple[str, ...]) -> Any:
+def gather(tree: Any, taken: Minibatch, groups: tuple[str, ...]) -> Any:
     """The rows in the batch, of a dict over groups; other groups whole."""
     if taken.place is None:
         return tree
@@ -276,7 +278,7 @@ def gather(tree: Any, taken: Taken, groups: tuple[str, ...]) -> Any:
     return {name: jax.tree.map(rows, value) if name in groups else value for name, value in tree.items()}
 
 
-def scatter(old: Any, new: Any, taken: Taken, groups: tuple[str, ...]) -> Any:
+def scatter(old: Any, new: Any, taken: Minibatch, groups: tuple[str, ...]) -> Any:
     """Put the batch's rows back; rows that are not in it stay, bit for bit."""
 
     def put(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from numpyro.distributions.distribution import validation_enabled
 
@@ -10,7 +11,7 @@ from numpyro_fed.model.forward import forward
 from numpyro_fed.model.partition_table import Site
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 
 
 def observed_sites(split: SplitModel, *roles: str) -> list[Site]:

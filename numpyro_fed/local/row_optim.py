@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from numpyro_fed.local.minibatch import Taken, gather, scatter
+from numpyro_fed.local.minibatch import Minibatch, gather, scatter
 
 
 class RowState(NamedTuple):
@@ -25,7 +25,7 @@ class RowOptim(NamedTuple):
         rest = {name: value for name, value in params.items() if name not in self.rows}
         return RowState({name: jax.vmap(self.optim.init)(params[name]) for name in self.rows}, self.optim.init(rest))
 
-    def step(self, downhill: Any, state: Any, whole: Any, params: Any, taken: Taken | None) -> tuple[Any, Any]:
+    def step(self, downhill: Any, state: Any, whole: Any, params: Any, taken: Minibatch | None) -> tuple[Any, Any]:
         """New parameters and state; ``params`` and ``downhill`` are those of the batch ``taken`` from ``whole``."""
         add = lambda params, updates: jax.tree.map(lambda p, u: p + u, params, updates)
         if not self.rows or taken is None:

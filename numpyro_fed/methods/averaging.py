@@ -37,12 +37,12 @@ from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.normal.curvature import largest_curvature
 from numpyro_fed.optim import check_optim, with_horizon
 
-Array = Any
+Array = jax.Array
 NEAR_ZERO = 0.1  # sd of the location where nobody says where to begin
 FORGET = 0.9  # of the curvatures heard of, in a round
 
 
-class Sent(NamedTuple):
+class AveragingBroadcast(NamedTuple):
     """All that a silo receives."""
 
     w: Array  # (d,)
@@ -51,7 +51,7 @@ class Sent(NamedTuple):
     curvature: Array  # the largest of any silo's loss, for steps of one size everywhere; 0 if it is not known yet
 
 
-class Message(NamedTuple):
+class AveragingMessage(NamedTuple):
     """All that leaves a silo."""
 
     delta: Array  # (d,)
@@ -60,7 +60,7 @@ class Message(NamedTuple):
     curvature: Array  # the largest of its mean loss, or of its posterior's precision; 0 if nobody asks
 
 
-class Server(NamedTuple):
+class AveragingServer(NamedTuple):
     z: Array  # the unconstrained globals
     theta: dict[str, Any]  # the model's params, unconstrained
     opt_state: Any
@@ -215,7 +215,7 @@ class Averaging(Method):
         plain_rounds = self._averaging_rounds()
         always = plain_rounds is None
 
-        def init(key: Array) -> Server:
+        def init(key: Array) -> AveragingServer:
             dtype = jnp.zeros(()).dtype
             if self.init_loc_fn is None:
                 z = NEAR_ZERO * jax.random.normal(key, (own.split.dim,))
@@ -224,15 +224,17 @@ class Averaging(Method):
             w = jnp.concatenate([z.astype(dtype), own.start])
             nothing = jnp.zeros(2, dtype)
             total = jnp.asarray(task.survey.total, dtype)
-            return Server(*own.parts(w), optim.init(w), jnp.zeros((), jnp.int32), total, nothing, nothing)
+            return AveragingServer(*own.parts(w), optim.init(w), jnp.zeros((), jnp.int32), total, nothing, nothing)
 
-        def averaging(server: Server) -> Array:
-            return jnp.ones((), bool) if always else server.round < plain_rounds
+        def averaging(server: AveragingServer) -> Array:
+            return jnp.ones((), bool) if plain_rounds is None else server.round < plain_rounds
 
-        def broadcast(key: Array, server: Server) -> Broadcast:
-            return Broadcast(Sent(own.joined(server), averaging(server), server.total, server.curvature[0]))
+        def broadcast(key: Array, server: AveragingServer) -> Broadcast:
+            return Broadcast(
+                AveragingBroadcast(own.joined(server), averaging(server), server.total, server.curvature[0])
+            )
 
-        def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Message, tuple]:
+        def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[AveragingMessage, tuple]:
             sent = broadcast.common
             number = task.count(data)
 
@@ -246,19 +248,19 @@ class Averaging(Method):
 
             found = average(key) if always else jax.lax.cond(sent.averaging, average, posterior, key)
             delta, loss, steepest = found
-            return Message(delta, number * loss, number, steepest), silo
+            return AveragingMessage(delta, number * loss, number, steepest), silo
 
-        def aggregate(messages: Message, cohort: Cohort) -> Message:
+        def aggregate(messages: AveragingMessage, cohort: Cohort) -> AveragingMessage:
             share = messages.rows / jnp.sum(messages.rows)
             mean = lambda leaf: jnp.tensordot(share, leaf, axes=1)
-            return Message(
+            return AveragingMessage(
                 mean(messages.delta),
                 jnp.sum(messages.value),
                 jnp.stack([jnp.sum(messages.rows), jnp.asarray(len(cohort.index), share.dtype)]),
                 jnp.stack([jnp.max(messages.curvature), mean(messages.curvature)]),
             )
 
-        def server_step(key: Array, server: Server, found: Message) -> tuple[Server, dict]:
+        def server_step(key: Array, server: AveragingServer, found: AveragingMessage) -> tuple[AveragingServer, dict]:
             plain, w = averaging(server), own.joined(server)
             rows, heard = found.rows[0], server.heard + found.rows
             total = server.total if task.survey.known else task.survey.num_silos * heard[0] / heard[1]
@@ -286,13 +288,13 @@ class Averaging(Method):
                 "loss": total / rows * found.value - (prior if self.prior else 0.0),
                 "step": jnp.linalg.norm(new - w),
             }
-            return Server(*own.parts(new), opt_state, server.round + 1, total, heard, largest), info
+            return AveragingServer(*own.parts(new), opt_state, server.round + 1, total, heard, largest), info
 
         return FederatedAlgorithm(init, lambda key, broadcast, data: (), broadcast, silo_step, aggregate, server_step)
 
     # --- where rounds begin -------------------------------------------------------------------------------------------
 
-    def _begin(self, rounds: int, left: Left, fresh: Server) -> Begun:
+    def _begin(self, rounds: int, left: Left, fresh: AveragingServer) -> Begun:
         server = fresh if left.server is None else left.server._replace(posterior=())  # which is looked for anew
         if left.server is None and left.warm is not None:
             warm, like = left.warm, lambda new, old: jnp.asarray(new, old.dtype)

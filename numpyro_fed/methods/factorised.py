@@ -23,7 +23,7 @@ from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.factorised_posterior import SitesPosterior
-from numpyro_fed.methods.site_rounds import UNHEARD, Server, SiloState, site_rounds
+from numpyro_fed.methods.site_rounds import UNHEARD, SitesServer, SitesSilo, site_rounds
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
@@ -33,7 +33,7 @@ from numpyro_fed.optim import check_optim
 from numpyro_fed.run.node_check import TOO_FAR, node_check
 from numpyro_fed.solvers import Solver
 
-Array = Any
+Array = jax.Array
 NEARLY = 0.5  # sds that a posterior may still move when its nodes are checked
 MOST_DENSE = 500  # dimensions in which a matrix of natural parameters is still a good idea
 
@@ -174,7 +174,7 @@ class Factorised(Method):
 
     # --- where rounds begin and end -----------------------------------------------------------------------------------
 
-    def _begin(self, split: SplitModel, solver: Solver, plan: Plan, left: Left, fresh: Server) -> Begun:
+    def _begin(self, split: SplitModel, solver: Solver, plan: Plan, left: Left, fresh: SitesServer) -> Begun:
         if left.server is not None:
             return Begun(self._steps(split, solver, plan, left.server))
         if left.warm is None:
@@ -182,7 +182,7 @@ class Factorised(Method):
         server, q = self._from_warm_start(solver, left.warm, fresh)
         return Begun(self._steps(split, solver, plan, server), Given(left.warm.loc, as_family(self.family).pack(q)))
 
-    def _steps(self, split: SplitModel, solver: Solver, plan: Plan, server: Server) -> Server:
+    def _steps(self, split: SplitModel, solver: Solver, plan: Plan, server: SitesServer) -> SitesServer:
         """Steps that suit the schedule: shorter where messages are stale or few silos speak for all."""
         longest, free = solver.step(split.dim, as_family(self.family)), self.damping is None
         step = min(0.5 if plan.stale or plan.random else 1.0, longest) if self.damping is None else self.damping
@@ -191,12 +191,12 @@ class Factorised(Method):
         with jax.enable_x64(True):
             return server._replace(
                 step=jnp.asarray(step, jnp.float64),
-                first_step=jnp.asarray(first, jnp.float64),
-                calming=jnp.asarray(free and solver.noisy and not in_turn),
-                wary=jnp.asarray(free and plan.cohort is None),  # else rounds are different silos' moves
+                initial_step=jnp.asarray(first, jnp.float64),
+                robbins_monro=jnp.asarray(free and solver.noisy and not in_turn),
+                backtrack=jnp.asarray(free and plan.cohort is None),  # else rounds are different silos' moves
             )
 
-    def _from_warm_start(self, solver: Solver, warm: WarmStart, server: Server) -> tuple[Server, Natural]:
+    def _from_warm_start(self, solver: Solver, warm: WarmStart, server: SitesServer) -> tuple[SitesServer, Natural]:
         """Sites, equal parts, whose product with the prior is what another method found; and that."""
         family, num = as_family(self.family), server.visits.shape[0]
         mean, sd = np.asarray(warm.loc, np.float64), np.asarray(warm.sd, np.float64)
@@ -220,8 +220,8 @@ class Factorised(Method):
         return server, q
 
     def _begin_silo(
-        self, split: SplitModel, solver: Solver, given: Given | tuple, state: SiloState, local: LocalStart | None
-    ) -> SiloState:
+        self, split: SplitModel, solver: Solver, given: Given | tuple, state: SitesSilo, local: LocalStart | None
+    ) -> SitesSilo:
         if not isinstance(given, Given):
             return state
         family = as_family(self.family)
@@ -233,7 +233,7 @@ class Factorised(Method):
         frame = LocalLaplace(given.loc, local.loc, local.coupling or state.frame.coupling, root, curvature)
         return state._replace(frame=frame, kept=frame)
 
-    def _finish(self, names: Any, left: Left, server: Server) -> Left:
+    def _finish(self, names: Any, left: Left, server: SitesServer) -> Left:
         """Whether everybody was heard, and nothing moves any more."""
         moving, left = np.asarray(server.moving), left._replace(server=server)
         silent = [names[j] for j in np.flatnonzero(moving >= UNHEARD)[:6].tolist()]

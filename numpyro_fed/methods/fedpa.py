@@ -32,7 +32,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.local.descent import Task, walk_from
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.walk import Flat, flat
-from numpyro_fed.methods.averaging import Averaging, Made, Server, epoch
+from numpyro_fed.methods.averaging import Averaging, AveragingServer, Made, epoch
 from numpyro_fed.methods.fedavg import LOCAL_STEPS, MOST_ROUNDS, ROUNDS
 from numpyro_fed.methods.fedpa_posterior import DENSE, PrecisionsPosterior, dense, low_rank
 from numpyro_fed.model.split_model import SplitModel
@@ -43,7 +43,7 @@ from numpyro_fed.optim import falling
 from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.solvers.draws import SAMPLERS
 
-Array = Any
+Array = jax.Array
 FEW, MANY = 20, 100  # dimensions: up to which there are plenty of samples, and from which there are few
 BATCH, RHO = 20, 1e-3  # in many dimensions
 PLENTY = 10  # samples for each dimension, so that a covariance needs no shrinking
@@ -70,7 +70,7 @@ class Precisions(NamedTuple):
 
 
 class Closing(NamedTuple):
-    server: Server
+    server: AveragingServer
     found: Precisions  # stacked
 
 
@@ -96,14 +96,14 @@ class FedPA(Averaging):
             ``"nuts"`` (in up to 500 dimensions, where silos' likelihoods have a mode), or a function
             (:mod:`numpyro_fed.solvers.draws`).
         num_samples: l; by default 100, in up to 20 dimensions at least ten times as many, above 100 dimensions 10.
-        rho: how sample covariances are shrunk: ``"oas"`` or ``"rblw"`` choose from the samples; a number is the paper's
+        shrinkage: of the sample covariances: ``"oas"`` or ``"rblw"`` choose from the samples; a number is the paper's
             :math:`\rho`, with :math:`\hat\Sigma = I / (1 + (\ell - 1) \rho) + \dots`, in units of mean losses (0 is the
             identity); ``math.inf`` takes the sample covariance as it is, for more samples than dimensions, and is the
             default with ten times as many. Else that is ``"oas"``, and .001 above 100 dimensions, where silos' samples
             say little of their posteriors' scales.
-        steps_per_sample: K; by default an epoch of the largest silo, or 10 steps with Langevin's noise.
-        burn_in: steps before the first sample of a visit; by default an epoch, or 200.
-        burn_in_rounds: rounds of federated averaging at the beginning.
+        thinning: K; by default an epoch of the largest silo, or 10 steps with Langevin's noise.
+        num_warmup: steps before the first sample of a visit; by default an epoch, or 200.
+        averaging_rounds: rounds of federated averaging at the beginning.
         stein: correct :math:`\Delta_k` by the gradients at the samples (Stein's identity), which takes most of their
             noise away. By default where steps use all of a silo's rows. With minibatches it costs about another epoch
             for each sample, and removes what the walk's own covariance has wrong; False for the paper's.
@@ -120,21 +120,21 @@ class FedPA(Averaging):
 
     sampler: Any = "iasg"
     num_samples: int | None = None
-    rho: Any = None
-    steps_per_sample: int | None = None
-    burn_in: int | None = None
-    burn_in_rounds: int = 5
+    shrinkage: Any = None
+    thinning: int | None = None
+    num_warmup: int | None = None
+    averaging_rounds: int = 5
     stein: bool | None = None
     posterior: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rho is not None:
-            moments.check_rho(self.rho)
+        if self.shrinkage is not None:
+            moments.check_rho(self.shrinkage)
         check_count("num_samples", self.num_samples, least=2, optional=True)
-        check_count("steps_per_sample", self.steps_per_sample, optional=True)
-        check_count("burn_in", self.burn_in, least=0, optional=True)
-        check_count("burn_in_rounds", self.burn_in_rounds, least=0)
+        check_count("thinning", self.thinning, optional=True)
+        check_count("num_warmup", self.num_warmup, least=0, optional=True)
+        check_count("averaging_rounds", self.averaging_rounds, least=0)
         if not callable(self.sampler) and self.sampler not in ("iasg", *SAMPLERS):
             raise ValueError(
                 f"sampler is {self.sampler!r}; use 'iasg', 'laplace', 'nuts', or a function sampler(rng_key, start, "
@@ -154,10 +154,10 @@ class FedPA(Averaging):
         return replace(self, posterior=True)
 
     def _averaging_rounds(self) -> int:
-        return self.burn_in_rounds
+        return self.averaging_rounds
 
     def _rounds(self, sweep: int) -> int:
-        return self.burn_in_rounds + min(ROUNDS * sweep, MOST_ROUNDS)
+        return self.averaging_rounds + min(ROUNDS * sweep, MOST_ROUNDS)
 
     def posterior_of(self, split: SplitModel, survey: Survey) -> PrecisionsPosterior:
         return PrecisionsPosterior(split)
@@ -165,10 +165,10 @@ class FedPA(Averaging):
     def _check_model(self, split: SplitModel) -> None:
         super()._check_model(split)
         size = flat(split).size
-        if self.rho == math.inf and self._num(flat(split)) <= size:
+        if self.shrinkage == math.inf and self._num(flat(split)) <= size:
             raise ValueError(
-                f"rho=math.inf needs more samples than the {size} dimensions: pass num_samples={PLENTY * size}, or "
-                "rho='oas'"
+                f"shrinkage=math.inf needs more samples than the {size} dimensions: pass num_samples={PLENTY * size}, "
+                "or shrinkage='oas'"
             )
         if self.sampler in SAMPLERS and split.dim > MOST_SAMPLED:
             raise PartitionError(
@@ -184,8 +184,8 @@ class FedPA(Averaging):
         return 10 if flat.size > MANY else max(100, PLENTY * flat.size if flat.size <= FEW else 0)
 
     def _rho(self, flat: Flat, closing: bool = False) -> Any:
-        if self.rho is not None:
-            return self.rho
+        if self.shrinkage is not None:
+            return self.shrinkage
         if self._num(flat) >= PLENTY * flat.size:
             return math.inf
         return RHO if flat.size > MANY and not closing else "oas"  # which has a scale of its own
@@ -205,8 +205,8 @@ class FedPA(Averaging):
 
     def _walked(self, task: Task) -> tuple[int, int, int]:
         """Steps before the first sample, samples, and steps for each."""
-        before = epoch(task, WARMUP) if self.burn_in is None else self.burn_in
-        return before, self._num(task.flat), self.steps_per_sample or epoch(task, THINNING)
+        before = epoch(task, WARMUP) if self.num_warmup is None else self.num_warmup
+        return before, self._num(task.flat), self.thinning or epoch(task, THINNING)
 
     def _steps(self, task: Task) -> int:
         if self.local_steps is not None:
@@ -303,7 +303,7 @@ class FedPA(Averaging):
             lambda key: (), lambda key, broadcast, data: (), broadcast, silo_step, aggregate, server_step
         )
 
-    def _opening(self, task: Task, server: Server, num_asked: int) -> Closing:
+    def _opening(self, task: Task, server: AveragingServer, num_asked: int) -> Closing:
         own = task.flat
         rank = min(self._num(own), own.size)
         zeros = lambda *shape: jnp.zeros((num_asked, *shape), server.z.dtype)

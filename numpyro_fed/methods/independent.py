@@ -24,7 +24,7 @@ from numpyro_fed.results.state import State
 from numpyro_fed.run.diagnose import NonFiniteError
 from numpyro_fed.run.mode import mode_to_warm_start
 
-Array = Any
+Array = jax.Array
 
 
 class Alone(NamedTuple):

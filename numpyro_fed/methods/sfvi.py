@@ -30,14 +30,14 @@ from numpyro_fed.local.row_optim import RowOptim, RowState
 from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
-from numpyro_fed.methods.sfvi_step import Message, Optims, Parts, ServerState, SiloState, step_parts
+from numpyro_fed.methods.sfvi_step import Optims, Parts, SFVIMessage, SFVIServer, SFVISilo, step_parts
 from numpyro_fed.model.observations import silo_terms
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.optim import DEFAULT, ENCODER, check_optim, with_horizon
 from numpyro_fed.run.mode import MAX_DIM, MAX_ROUNDS, mode_phase
 
-Array = Any
+Array = jax.Array
 IMPORTANCE_SAMPLES = 10  # per row, where rows are separable
 
 
@@ -175,15 +175,15 @@ class SFVI(Method):
         """SFVI as pure functions; see :mod:`numpyro_fed.algorithm`."""
         parts = self._parts(split, guide, weighting, batching)
 
-        def broadcast(key: Array, server: ServerState) -> Broadcast:
+        def broadcast(key: Array, server: SFVIServer) -> Broadcast:
             return Broadcast(parts.sent(server, parts.draws(key)))
 
-        def aggregate(messages: Message, cohort: Cohort) -> Message:
+        def aggregate(messages: SFVIMessage, cohort: Cohort) -> SFVIMessage:
             # unbiased when a cohort speaks for all; a product, since sums over a short first axis are slow on a CPU
             weight = jnp.full(len(cohort.index), cohort.num_silos / len(cohort.index))
             return jax.tree.map(lambda leaf: jnp.tensordot(weight.astype(leaf.dtype), leaf, axes=1), messages)
 
-        def server_step(key: Array, server: ServerState, silos: Message) -> tuple[ServerState, dict]:
+        def server_step(key: Array, server: SFVIServer, silos: SFVIMessage) -> tuple[SFVIServer, dict]:
             return parts.update(server, parts.draws(key), silos)
 
         return FederatedAlgorithm(
@@ -224,17 +224,17 @@ class SFVI(Method):
     ) -> Phase:
         optims = self._optims(split, guide)
 
-        def begin(left: Left, fresh: ServerState) -> Begun:
+        def begin(left: Left, fresh: SFVIServer) -> Begun:
             server, given = self._begin(split, guide, optims, left, fresh)
             return Begun(server._replace(opt_state=with_horizon(server.opt_state, rounds)), given)
 
-        def begin_silo(given: Given | tuple, state: SiloState, local: LocalStart | None) -> SiloState:
+        def begin_silo(given: Given | tuple, state: SFVISilo, local: LocalStart | None) -> SFVISilo:
             state = self._begin_silo(split, guide, optims, given, state, local)
             return self._with_visits(guide, state, share * rounds)
 
         return Phase("rounds", algorithm, begin, begin_silo, rounds)
 
-    def _begin(self, split: SplitModel, guide: Any, optims: Optims, left: Left, fresh: ServerState) -> Begun:
+    def _begin(self, split: SplitModel, guide: Any, optims: Optims, left: Left, fresh: SFVIServer) -> Begun:
         """The server's half of a start, and what silos are given for theirs."""
         if left.server is not None:
             return Begun(left.server)
@@ -248,7 +248,7 @@ class SFVI(Method):
             params, base = guide.start_global(jax.random.key(0), split, warm)
             params |= {name: fresh.params[name] for name in guide.shared_params}  # no mode of an encoder is found
         theta = jax.tree.map(jnp.zeros_like, split.theta)
-        server = ServerState(params, theta, base, (warm.theta, warm.theta_sd), optims.server.init((params, theta)))
+        server = SFVIServer(params, theta, base, (warm.theta, warm.theta_sd), optims.server.init((params, theta)))
         if not split.groups or not guide.local_params:
             return Begun(server)
         contexts = (warm.context, self._context(guide, server)) if same else ()
@@ -260,9 +260,9 @@ class SFVI(Method):
         guide: Any,
         optims: Optims,
         given: Given | tuple,
-        state: SiloState,
+        state: SFVISilo,
         local: LocalStart | None,
-    ) -> SiloState:
+    ) -> SFVISilo:
         """The silo's half: its own parameters where it has such of the same guide, else its locals' normal."""
         if not isinstance(given, Given):
             return state
@@ -274,10 +274,10 @@ class SFVI(Method):
             params, base = guide.adopt_local(split, state.params, state.base, mode, given)
         return state._replace(params=params, base=base, opt_state=optims.silo.init(params))
 
-    def _context(self, guide: Any, server: ServerState) -> Any:
-        return (guide.aid if self.moving_centre else guide.fixed_aid)(server.params, server.base)
+    def _context(self, guide: Any, server: SFVIServer) -> Any:
+        return (guide.context if self.moving_centre else guide.frozen_context)(server.params, server.base)
 
-    def _with_visits(self, guide: Any, state: SiloState, num_rounds: float) -> SiloState:
+    def _with_visits(self, guide: Any, state: SFVISilo, num_rounds: float) -> SFVISilo:
         """A row's steps are counted by its own visits: in minibatches it is visited in some rounds only."""
         rounds = max(1, round(num_rounds))
         if self.batch_size is None or not guide.local_params or not isinstance(state.opt_state, RowState):

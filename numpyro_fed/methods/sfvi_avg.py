@@ -34,24 +34,24 @@ from numpyro_fed.local.bound import Weighting
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.start import LocalStart
 from numpyro_fed.methods.sfvi import SFVI
-from numpyro_fed.methods.sfvi_step import ServerState, SiloState, theta_of
+from numpyro_fed.methods.sfvi_step import SFVIServer, SFVISilo, theta_of
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.barycenter import barycenter, diagonal_barycenter, w2, w2_diagonal
 from numpyro_fed.optim import DEFAULT, LINEAR, with_horizon
 
 LOOK = 512  # steps of a silo between two looks of the host
-Array = Any
+Array = jax.Array
 
 
-class AvgSiloState(NamedTuple):
+class AvgSilo(NamedTuple):
     """Private to the silo."""
 
     opt_state: Any  # of its copy of q(z_G) and theta; kept between rounds
-    local: SiloState
+    local: SFVISilo
 
 
-class AvgSent(NamedTuple):
+class AvgBroadcast(NamedTuple):
     """All that a silo receives, besides its own N / N_j."""
 
     params: dict[str, Any]  # of q(z_G), in units of the base
@@ -134,22 +134,22 @@ class SFVIAvg(SFVI):
         optim, sizes = self._optim(split), np.array(survey.sizes, np.float64)
         full = self.family.global_cov == "full"
 
-        def init(key: Array) -> ServerState:
+        def init(key: Array) -> SFVIServer:
             return own.init(key)._replace(opt_state=())
 
-        def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> AvgSiloState:
+        def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> AvgSilo:
             sent = broadcast.common
             state = optim.init((_unpacked(sent.params, split.dim), sent.theta))
-            return AvgSiloState(state, own.init_silo(key, broadcast, data))
+            return AvgSilo(state, own.init_silo(key, broadcast, data))
 
-        def broadcast(key: Array, server: ServerState) -> Broadcast:
-            sent = AvgSent(_packed(server.params), server.theta, server.base, server.theta_base)
+        def broadcast(key: Array, server: SFVIServer) -> Broadcast:
+            sent = AvgBroadcast(_packed(server.params), server.theta, server.base, server.theta_base)
             return Broadcast(sent, jnp.asarray(sizes.sum() / sizes, jnp.zeros(()).dtype))
 
-        def silo_step(key: Array, broadcast: Broadcast, silo: AvgSiloState, data: SiloData) -> tuple:
+        def silo_step(key: Array, broadcast: Broadcast, silo: AvgSilo, data: SiloData) -> tuple:
             sent, factor = broadcast
             params = _unpacked(sent.params, split.dim)
-            server = ServerState(params, sent.theta, sent.base, sent.theta_base, silo.opt_state)
+            server = SFVIServer(params, sent.theta, sent.base, sent.theta_base, silo.opt_state)
 
             def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
                 server, local = carry
@@ -167,7 +167,7 @@ class SFVIAvg(SFVI):
             (server, local), values = jax.lax.scan(step, (server, silo.local), keys)
             return (
                 AvgMessage(_packed(server.params), server.theta, values[0]),
-                AvgSiloState(server.opt_state, local),
+                AvgSilo(server.opt_state, local),
             )
 
         def aggregate(messages: AvgMessage, cohort: Cohort) -> Average:
@@ -191,8 +191,8 @@ class SFVIAvg(SFVI):
             value = cohort.num_silos / number * jnp.sum(messages.value)
             return Average(new, mean(messages.theta), value, residual, apart)
 
-        def server_step(key: Array, server: ServerState, found: Average) -> tuple[ServerState, dict]:
-            z, log_q = guide.path(server.params, server.base, guide.draw_global(key, split.dim))
+        def server_step(key: Array, server: SFVIServer, found: Average) -> tuple[SFVIServer, dict]:
+            z, log_q = guide.rsample_with_log_prob(server.params, server.base, guide.noise(key, split.dim))
             prior = split.log_prior(z, theta_of(server))
             info = {
                 "loss": log_q - prior - found.value,
@@ -215,17 +215,17 @@ class SFVIAvg(SFVI):
         optims = self._optims(split, guide)
         steps = max(1, round(share * rounds * self.local_steps))
 
-        def begin(left: Left, fresh: ServerState) -> Begun:
+        def begin(left: Left, fresh: SFVIServer) -> Begun:
             server, given = self._begin(split, guide, optims, left, fresh)
             begun = left.server is None and left.warm is not None
             return Begun(server._replace(opt_state=()), (given, _packed(server.params), server.theta) if begun else ())
 
-        def begin_silo(given: tuple, state: AvgSiloState, local: LocalStart | None) -> AvgSiloState:
+        def begin_silo(given: tuple, state: AvgSilo, local: LocalStart | None) -> AvgSilo:
             opt_state, own = state
             if given:
                 own = self._begin_silo(split, guide, optims, given[0], own, local)
                 opt_state = optims.server.init((_unpacked(given[1], split.dim), given[2]))
-            return AvgSiloState(with_horizon(opt_state, steps), self._with_visits(guide, own, steps))
+            return AvgSilo(with_horizon(opt_state, steps), self._with_visits(guide, own, steps))
 
         return Phase("rounds", algorithm, begin, begin_silo, rounds, look=max(1, LOOK // self.local_steps))
 
@@ -233,7 +233,7 @@ class SFVIAvg(SFVI):
 class AveragedPosterior(GuidePosterior):
     """A silo's own part of q stands beside its optimiser's state for the globals."""
 
-    def own(self, silo: AvgSiloState) -> SiloState:
+    def own(self, silo: AvgSilo) -> SFVISilo:
         return silo.local
 
 

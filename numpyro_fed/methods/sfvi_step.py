@@ -21,10 +21,10 @@ from numpyro_fed.model.initial import initial
 from numpyro_fed.model.rows import Components, components_of
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 
 
-class ServerState(NamedTuple):
+class SFVIServer(NamedTuple):
     params: dict[str, Any]  # of q(z_G), and what all silos share of q(z_L | z_G)
     theta: dict[str, Array]  # in units of theta_base
     base: GlobalBase
@@ -32,7 +32,7 @@ class ServerState(NamedTuple):
     opt_state: Any
 
 
-class SiloState(NamedTuple):
+class SFVISilo(NamedTuple):
     """Private to the silo."""
 
     params: Any  # of q(z_L | z_G)
@@ -41,20 +41,20 @@ class SiloState(NamedTuple):
     components: Components | None
 
 
-class Message(NamedTuple):
+class SFVIMessage(NamedTuple):
     """All that leaves a silo: the gradient of its bound at the draws, and the bound itself."""
 
     z: Array  # (num_particles, d)
-    aid: Any  # of what it was sent of the guide: (d,) for the centre, the weights of an encoder
+    context: Any  # of what it was sent of the guide: (d,) for the centre, the weights of an encoder
     theta: dict[str, Array]
     value: Array
 
 
-class Sent(NamedTuple):
+class SFVIBroadcast(NamedTuple):
     """All that a silo receives."""
 
     z: Array  # (num_particles, d)
-    aid: Any
+    context: Any
     theta: dict[str, Array]
 
 
@@ -66,15 +66,15 @@ class Optims(NamedTuple):
 class Parts(NamedTuple):
     """SFVI's step in pieces."""
 
-    init: Any  # (key) -> ServerState
-    init_silo: Any  # (key, broadcast, data) -> SiloState
+    init: Any  # (key) -> SFVIServer
+    init_silo: Any  # (key, broadcast, data) -> SFVISilo
     draws: Any  # (key) -> standard normals of z_G
-    sent: Any  # (ServerState, draws) -> Sent
-    silo_step: Any  # (key, broadcast, SiloState, data) -> (Message, SiloState)
-    update: Any  # (ServerState, draws, Message) -> (ServerState, info)
+    sent: Any  # (SFVIServer, draws) -> SFVIBroadcast
+    silo_step: Any  # (key, broadcast, SFVISilo, data) -> (SFVIMessage, SFVISilo)
+    update: Any  # (SFVIServer, draws, SFVIMessage) -> (SFVIServer, info)
 
 
-def theta_of(server: ServerState, theta: dict | None = None) -> dict[str, Array]:
+def theta_of(server: SFVIServer, theta: dict | None = None) -> dict[str, Array]:
     """Theta in the model's own units."""
     location, scale = server.theta_base
     return jax.tree.map(lambda a, b, t: a + b * t, location, scale, server.theta if theta is None else theta)
@@ -99,34 +99,34 @@ def step_parts(
         tempered: the silo's density is raised to the power that it is sent in ``each``.
     """
     d, (optim, silo_optim) = split.dim, optims
-    aid_of = guide.aid if moving_centre else guide.fixed_aid
+    context_of = guide.context if moving_centre else guide.frozen_context
 
     def draws(key: Array) -> Array:
         if num_particles == 1:
-            return guide.draw_global(key, d)[None]
-        return jax.vmap(lambda key: guide.draw_global(key, d))(jax.random.split(key, num_particles))
+            return guide.noise(key, d)[None]
+        return jax.vmap(lambda key: guide.noise(key, d))(jax.random.split(key, num_particles))
 
     def paths(params: dict, base: GlobalBase, eps: Array) -> tuple[Array, Array]:
-        return jax.vmap(lambda eps: guide.path(params, base, eps))(eps)
+        return jax.vmap(lambda eps: guide.rsample_with_log_prob(params, base, eps))(eps)
 
-    def init(key: Array) -> ServerState:
+    def init(key: Array) -> SFVIServer:
         params, base = guide.start_global(key, split)
         if init_loc_fn is not None:
             params |= {"loc": initial(split, init_loc_fn, key)}
         theta = jax.tree.map(jnp.zeros_like, split.theta)
         units = jax.tree.map(jnp.ones_like, split.theta)
-        return ServerState(params, theta, base, (split.theta, units), optim.init((params, theta)))
+        return SFVIServer(params, theta, base, (split.theta, units), optim.init((params, theta)))
 
-    def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
+    def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SFVISilo:
         params, base = guide.start_local(key, split, data)
         found = components_of(split, data) if weighting.rows == "indexed" else None
-        return SiloState(params, base, silo_optim.init(params), found)
+        return SFVISilo(params, base, silo_optim.init(params), found)
 
-    def sent_at(server: ServerState, eps: Array) -> Sent:
+    def sent_at(server: SFVIServer, eps: Array) -> SFVIBroadcast:
         z, _ = paths(server.params, server.base, eps)
-        return Sent(z, aid_of(server.params, server.base), theta_of(server))
+        return SFVIBroadcast(z, context_of(server.params, server.base), theta_of(server))
 
-    def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
+    def silo_step(key: Array, broadcast: Broadcast, silo: SFVISilo, data: SiloData) -> tuple[SFVIMessage, SFVISilo]:
         sent = broadcast.common
         power = broadcast.each if tempered else None
         params, base, components, batch, taken = silo.params, silo.base, silo.components, None, None
@@ -139,7 +139,7 @@ def step_parts(
 
         def one(key: Array, z: Array) -> Any:
             return silo_bound(
-                split, guide, weighting, key, params, base, z, sent.aid, sent.theta, data, components, batch, power
+                split, guide, weighting, key, params, base, z, sent.context, sent.theta, data, components, batch, power
             )
 
         if num_particles == 1:
@@ -147,23 +147,25 @@ def step_parts(
         else:
             found = jax.vmap(one)(jax.random.split(key, num_particles), sent.z)
         average = lambda tree: jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), tree)
-        message = Message(found.z / num_particles, average(found.aid), average(found.theta), average(found.value))
+        message = SFVIMessage(
+            found.z / num_particles, average(found.context), average(found.theta), average(found.value)
+        )
         if not split.groups or not guide.local_params:
             return message, silo
         downhill = jax.tree.map(lambda leaf: -jnp.mean(leaf, axis=0), found.params)
         params, opt_state = silo_optim.step(downhill, silo.opt_state, silo.params, params, taken)
         return message, silo._replace(params=params, opt_state=opt_state)
 
-    def update(server: ServerState, eps: Array, silos: Message) -> tuple[ServerState, dict]:
+    def update(server: SFVIServer, eps: Array, silos: SFVIMessage) -> tuple[SFVIServer, dict]:
         (z, log_q), pull = jax.vjp(lambda params: paths(params, server.base, eps), server.params)
-        _, pull_aid = jax.vjp(lambda params: aid_of(params, server.base), server.params)
+        _, pull_context = jax.vjp(lambda params: context_of(params, server.base), server.params)
 
         def prior(z: Array, theta: dict) -> Array:
             return jnp.mean(jax.vmap(lambda z: split.log_prior(z, theta_of(server, theta)))(z))
 
         value, (g_z, g_theta) = jax.value_and_grad(prior, argnums=(0, 1))(z, server.theta)
         weight = jnp.full(num_particles, -1.0 / num_particles, log_q.dtype)
-        g_params = jax.tree.map(jnp.add, pull((g_z + silos.z, weight))[0], pull_aid(silos.aid)[0])
+        g_params = jax.tree.map(jnp.add, pull((g_z + silos.z, weight))[0], pull_context(silos.context)[0])
         g_theta = jax.tree.map(lambda g, m, unit: g + m * unit, g_theta, silos.theta, server.theta_base[1])
         downhill = jax.tree.map(jnp.negative, (g_params, g_theta))
         updates, opt_state = optim.update(downhill, server.opt_state, (server.params, server.theta))

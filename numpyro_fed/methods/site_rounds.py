@@ -20,29 +20,29 @@ from numpyro_fed.normal.sites import Sites
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import Solver, Tilted
 
-Array = Any
+Array = jax.Array
 RESTLESS = 0.5  # a round that takes back more than this share of the last one's (squared) move
 SHORTER, LEAST_STEP = 0.7, 0.1  # is answered by shorter steps
 UNHEARD = 1e30  # how far a silo that was never heard might move the posterior
 
 
-class Server(NamedTuple):
+class SitesServer(NamedTuple):
     sites: Sites
     visits: Array  # int (J,): how often each silo was heard
     moving: Array  # (J,): how far the posterior moved, in sds, when each silo was last heard
     values: Array  # (J + 1,): log E_q[f / t] of each silo's factor, as last heard, and of the prior
     step: Array  # how much of a change is accepted
-    first_step: Array  # how much of a silo's first
-    calming: Array  # bool: steps fall with visits, as solvers' noise asks for
-    wary: Array  # bool: steps are shortened when the posterior swings to and fro
-    last: Array  # (2 d,): the last round's move of each mean and log sd, in sds
+    initial_step: Array  # how much of a silo's first
+    robbins_monro: Array  # bool: steps fall with visits, as solvers' noise asks for
+    backtrack: Array  # bool: steps are shortened when the posterior swings to and fro
+    previous_move: Array  # (2 d,): the last round's move of each mean and log sd, in sds
     opt_state: Any
     own: Any  # what the solver keeps for the prior
     total: Any = ()  # where sites are tied: observations in all silos, as far as they are known; float64
     heard: Any = ()  # (2,): observations and messages so far, from which the total is guessed where it is not known
 
 
-class SiloState(NamedTuple):
+class SitesSilo(NamedTuple):
     """Private to the silo."""
 
     frame: Any  # where locals are looked for
@@ -51,7 +51,7 @@ class SiloState(NamedTuple):
     components: Any
 
 
-class Sent(NamedTuple):
+class SitesBroadcast(NamedTuple):
     """All that a silo receives, with its own site."""
 
     q: Natural
@@ -60,7 +60,7 @@ class Sent(NamedTuple):
     total: Any = ()  # N, there
 
 
-class Message(NamedTuple):
+class SitesMessage(NamedTuple):
     """All that leaves a silo: how its site should change."""
 
     change: Natural
@@ -89,7 +89,7 @@ def site_rounds(
     """
     d, num = split.dim, survey.num_silos
 
-    def init(key: Array) -> Server:
+    def init(key: Array) -> SitesServer:
         flat = family.flat(d)
         if tied:
             each = flat
@@ -101,7 +101,7 @@ def site_rounds(
             step = jnp.ones((), jnp.float64)
             counts = jnp.asarray(survey.total, jnp.float64), jnp.zeros(2, jnp.float64)
         visits = jnp.zeros(num, jnp.int32)
-        return Server(
+        return SitesServer(
             Sites(prior.factor, each),
             visits,
             jnp.full(num, UNHEARD),
@@ -116,21 +116,21 @@ def site_rounds(
             *(counts if tied else ()),
         )
 
-    def warming_up(server: Server, q: Natural) -> Array:
+    def warming_up(server: SitesServer, q: Natural) -> Array:
         return jnp.any(server.visits == 0) | ~family.proper(q)
 
-    def broadcast(key: Array, server: Server) -> Broadcast:
+    def broadcast(key: Array, server: SitesServer) -> Broadcast:
         q = sites.posterior(server.sites, tied)
         packed = family.pack(q), warming_up(server, q)
         if tied:
-            return Broadcast(Sent(*packed, family.pack(server.sites.each), server.total))
-        return Broadcast(Sent(*packed), family.pack(server.sites.each))
+            return Broadcast(SitesBroadcast(*packed, family.pack(server.sites.each), server.total))
+        return Broadcast(SitesBroadcast(*packed), family.pack(server.sites.each))
 
-    def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SiloState:
+    def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SitesSilo:
         frame, found = start_frame(split, data), components_of(split, data) if marginal.rows == "indexed" else None
-        return SiloState(frame, frame, solver.init_state(family, family.flat(d)), found)
+        return SitesSilo(frame, frame, solver.init_state(family, family.flat(d)), found)
 
-    def silo_step(key: Array, broadcast: Broadcast, silo: SiloState, data: SiloData) -> tuple[Message, SiloState]:
+    def silo_step(key: Array, broadcast: Broadcast, silo: SitesSilo, data: SiloData) -> tuple[SitesMessage, SitesSilo]:
         sent = broadcast.common
         q = family.unpack(sent.q)
         site: Natural = family.unpack(sent.site if tied else broadcast.each)
@@ -151,15 +151,15 @@ def site_rounds(
             kept = factor.moments(frame.centre, frame, factor.nodes(None)) if kept is None else kept
             kept = keep(kept, silo.kept)
         value = jnp.where(jnp.isfinite(found.value), found.value, 0.0)
-        message = Message(family.pack(change), value, found.ess, ok, rows)
+        message = SitesMessage(family.pack(change), value, found.ess, ok, rows)
         finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(found.solver_state)]
         own = tree_where(jnp.all(jnp.stack([jnp.ones((), bool), *finite])), found.solver_state, silo.own)
-        return message, SiloState(frame, kept, own, silo.components)
+        return message, SitesSilo(frame, kept, own, silo.components)
 
-    def aggregate(messages: Message, cohort: Cohort) -> tuple[Message, Array]:
+    def aggregate(messages: SitesMessage, cohort: Cohort) -> tuple[SitesMessage, Array]:
         return messages, jnp.asarray(cohort.index)
 
-    def server_step(key: Array, server: Server, arrived: tuple[Message, Array]) -> tuple[Server, dict]:
+    def server_step(key: Array, server: SitesServer, arrived: tuple[SitesMessage, Array]) -> tuple[SitesServer, dict]:
         messages, index = arrived
         old = sites.posterior(server.sites, tied)
         changes = jax.vmap(family.unpack)(messages.change)
@@ -176,8 +176,8 @@ def site_rounds(
             both = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), changes, own_change)
             ok = jnp.append(ok, own_ok)
             visits = jnp.append(server.visits[index], jnp.max(server.visits))
-            calm = jnp.where(server.calming, 1 / (1 + 0.5 * visits.astype(jnp.float64)), 1.0)
-            steps = jnp.where(visits == 0, server.first_step, server.step * calm)
+            calm = jnp.where(server.robbins_monro, 1 / (1 + 0.5 * visits.astype(jnp.float64)), 1.0)
+            steps = jnp.where(visits == 0, server.initial_step, server.step * calm)
         if optim is None:
             accepted = trust.steps_within(family, old, both, steps, ok, warming_up(server, old))
             moves, opt_state = sites.scaled(jax.tree.map(lambda leaf: sites.zeroed(leaf, ok), both), accepted), ()
@@ -198,7 +198,9 @@ def site_rounds(
         normaliser = jnp.where(family.proper(old), to_user_dtype(family.log_normaliser(old)), 0.0)
         move = to_user_dtype(sites.move(family, old, new))
         distance = jnp.minimum(jnp.maximum(far.shift, jnp.sqrt(far.divergence)), UNHEARD)
-        back = (move @ server.last < 0) & (move @ move > RESTLESS * server.last @ server.last)
+        back = (move @ server.previous_move < 0) & (
+            move @ move > RESTLESS * server.previous_move @ server.previous_move
+        )
         # a short step moves little: what counts is how far a whole one would have gone
         whole = distance / jnp.clip(jnp.max(to_user_dtype(steps)), LEAST_STEP, 1.0)
         moving = server.moving.at[index].set(jnp.where(heard, jnp.minimum(whole, UNHEARD), UNHEARD))
@@ -212,7 +214,7 @@ def site_rounds(
         }
         with jax.enable_x64(True):
             shorter = jnp.maximum(SHORTER * server.step, LEAST_STEP)
-            step = jnp.where(server.wary & back, shorter, server.step)
+            step = jnp.where(server.backtrack & back, shorter, server.step)
             counts = (server.total, server.heard)
             if tied and not survey.known:
                 spoke = jnp.stack([jnp.sum(messages.rows).astype(jnp.float64), jnp.asarray(len(index), jnp.float64)])
@@ -225,7 +227,7 @@ def site_rounds(
             visits=server.visits.at[index].add(heard.astype(jnp.int32)),
             moving=moving,
             step=step,
-            last=move,
+            previous_move=move,
             values=values,
             opt_state=opt_state,
             own=own,

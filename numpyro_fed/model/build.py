@@ -22,7 +22,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.support import check_support
 from numpyro_fed.model.trace import Model, PartitionError, init_to_zero, traced
 
-Array = Any
+Array = jax.Array
 
 
 def split_model(model: Model, silos: Silos, local: Any = None, shared: Any = None, check: bool = True) -> SplitModel:

@@ -23,7 +23,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.precision import UNOPTIMISED, compiled_once
 
-Array = Any
+Array = jax.Array
 DRAWN = np.arange(4)  # keys of the discrete values at which a split is checked: few rows might have equal values
 
 
@@ -64,9 +64,9 @@ def _point(split: SplitModel, seed: int, plain: SiloData, padded: SiloData) -> t
     """A random point: z_G, z_L with values in the padded rows too, and z_L without padded rows."""
     draws = np.random.default_rng(seed)
     dtype = jnp.zeros(()).dtype
-    z = draws.normal(scale=0.5, size=split.dim).astype(dtype)
+    z = jnp.asarray(draws.normal(scale=0.5, size=split.dim), dtype)
     full = {
-        group.name: draws.normal(scale=0.5, size=(group.num_rows(padded.mask), group.size)).astype(dtype)
+        group.name: jnp.asarray(draws.normal(scale=0.5, size=(group.num_rows(padded.mask), group.size)), dtype)
         for group in split.groups
     }
     sizes = [{axis: mask.shape[-1] for axis, mask in data.mask.items()} for data in (plain, padded)]

@@ -11,7 +11,7 @@ from jax.scipy.special import logsumexp
 from numpyro_fed.keys import digest
 from numpyro_fed.model.enumeration import Component, Enumeration, Factor, Label, Run, Variable
 
-Array = Any
+Array = jax.Array
 
 
 Mask = Mapping[str, Array]  # {own axis: which rows are real}

@@ -27,7 +27,7 @@ NumPyro.
 
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -36,7 +36,7 @@ from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.trace import PartitionError
 
-Array = Any
+Array = jax.Array
 LIMIT = 100_000  # entries of the largest joint table, per row
 # What an axis of a log density is: (own axis, its occurrence, rows per element) or ("", dim, size)
 Label = tuple[str, int, Fraction]

@@ -1,7 +1,6 @@
 """Values of the model's latents without constraints, and the start that a NumPyro strategy gives."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from numpyro.infer import init_to_uniform
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 
 
 def initial(split: SplitModel, init_loc_fn: Callable, key: Array) -> Array:

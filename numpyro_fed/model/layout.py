@@ -3,6 +3,7 @@
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions import MaskedDistribution
@@ -12,7 +13,7 @@ from numpyro_fed.data.padding import cut
 from numpyro_fed.model.discrete import resized
 from numpyro_fed.model.partition_table import Site
 
-Array = Any
+Array = jax.Array
 NEAR_ZERO = 1e-5  # where searches begin
 GOLDEN = 0.6180339887498949  # multiples of it, modulo one, are all different
 

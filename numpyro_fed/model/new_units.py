@@ -16,7 +16,7 @@ from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import trace_silo
 
-Array = Any
+Array = jax.Array
 
 
 def used_arguments(split: SplitModel) -> frozenset[str]:

@@ -7,7 +7,7 @@ ratio of that row's label. A second set of labels must agree. Rows that meet in 
 the connected components.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.model.layout import Group
 from numpyro_fed.model.split_model import SplitModel
 
-Array = Any
+Array = jax.Array
 
 
 class Components(NamedTuple):

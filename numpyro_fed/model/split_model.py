@@ -46,7 +46,7 @@ from numpyro_fed.model.layout import (
 from numpyro_fed.model.partition_table import Partition
 from numpyro_fed.model.trace import Model
 
-Array = Any
+Array = jax.Array
 
 
 class SplitModel(NamedTuple):

@@ -16,7 +16,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import PartitionError, label
 from numpyro_fed.precision import compiled_once
 
-Array = Any
+Array = jax.Array
 
 
 def supported(split: SplitModel, trace: dict[str, dict]) -> dict[str, Array]:

@@ -6,66 +6,75 @@ Natural parameters are float64 and may be badly conditioned; in these coordinate
 model is evaluated in the user's own precision and only the change of coordinates is done in float64.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
+from jaxtyping import Float
 
 from numpyro_fed.model.layout import GOLDEN, NEAR_ZERO
 from numpyro_fed.normal.families import LOG_2PI, Family, Natural, inverse
 from numpyro_fed.precision import in_x64, to_user_dtype
 
-Array = Any
+Array = jax.Array
 
 
 class Coordinates(NamedTuple):
-    mean: Array  # (d,) float64
-    root: Array  # (d, d) float64, lower triangular or (where nothing asks for that) any root of the covariance
+    """The map x -> m + R x, float64, and so the normal that it makes of a standard one."""
+
+    mean: Float[Array, " d"]
+    # a matrix, lower triangular or (where nothing asks for that) any; or, in very many dimensions, sds
+    root: Float[Array, "d d"] | Float[Array, " d"]
 
 
 class Quadratic(NamedTuple):
     """A normal factor in coordinates x, but for a constant: b'x - x'Ax / 2, in the user's precision."""
 
-    precision: Array
-    shift: Array
+    precision: Array  # A, (d, d) or its diagonal (d,)
+    shift: Array  # b
 
     def __call__(self, x: Array) -> Array:
+        if self.precision.ndim == 1:
+            return self.shift @ x - 0.5 * self.precision @ x**2
         return self.shift @ x - 0.5 * x @ self.precision @ x
 
 
-def coordinates(family: Family, q: Natural) -> Coordinates:
-    """Those of q; where q is improper the model's own."""
+def coordinates(family: Family, q: Natural, dense: bool = True) -> Coordinates:
+    """Those of q; where q is improper the model's own. With a matrix, unless ``dense`` is False."""
     mean, root = family.moments(q)
     proper = family.proper(q)
 
     @in_x64
     def run(mean: Array, root: Array) -> Coordinates:
-        d = mean.shape[0]
+        if not dense and root.ndim == 1:
+            return Coordinates(jnp.where(proper, mean, 0.0), jnp.where(proper, root, 1.0))
         full = root if root.ndim == 2 else jnp.diag(root)
-        return Coordinates(jnp.where(proper, mean, 0.0), jnp.where(proper, full, jnp.eye(d)))
+        return Coordinates(jnp.where(proper, mean, 0.0), jnp.where(proper, full, jnp.eye(mean.shape[0])))
 
     return run(mean, root)
 
 
 def pull_back(at: Coordinates, factor: Natural) -> Quadratic:
-    """A normal factor (with a precision matrix) in coordinates x."""
+    """A normal factor in coordinates x. It has a precision matrix, but where the root is diagonal none."""
 
     @in_x64
     def run(at: Coordinates, factor: Natural) -> Quadratic:
+        if at.root.ndim == 1:
+            return Quadratic(at.root**2 * factor.precision, at.root * (factor.shift - factor.precision * at.mean))
         slope = factor.shift - factor.precision @ at.mean
         return Quadratic(at.root.T @ factor.precision @ at.root, at.root.T @ slope)
 
     return to_user_dtype(run(at, factor))
 
 
-def log_evidence(tilted: Any, at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
+def log_evidence(family: Family, q: Natural, at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
     """log E_q[f / site], where ``log_mean`` is the log of the mean of cavity x f over a standard normal in x.
 
     The logarithm of a model's evidence is the posterior's log normaliser and these, summed over the factors.
     """
-    proper, normaliser = tilted.family.proper(tilted.q), tilted.family.log_normaliser(tilted.q)
+    proper, normaliser = family.proper(q), family.log_normaliser(q)
 
     @in_x64
     def run(at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
@@ -81,12 +90,15 @@ def log_evidence(tilted: Any, at: Coordinates, cavity: Natural, log_mean: Array)
 def to_z(at: Coordinates, x: Array) -> Array:
     """z = m + R x, for points (..., d), in the user's precision: the model's derivatives are taken through it."""
     here = to_user_dtype(at)
-    return here.mean + x @ here.root.T
+    moved = here.root * x if here.root.ndim == 1 else x @ here.root.T
+    return jnp.expand_dims(here.mean, tuple(range(x.ndim - 1))) + moved
 
 
 @in_x64
 def compose(at: Coordinates, mean: Array, root: Array) -> Coordinates:
     """Coordinates of a normal that has this mean and root in the old ones."""
+    if at.root.ndim == 1:
+        return Coordinates(at.mean + at.root * mean, at.root * root)
     return Coordinates(at.mean + at.root @ mean, at.root @ root)
 
 
@@ -102,7 +114,7 @@ def to_family(family: Family, at: Coordinates) -> Natural:
     if family.kind == "full":
         return natural(at)
     with jax.enable_x64(True):
-        return family.project(at.mean, jnp.sum(at.root**2, axis=1))
+        return family.project(at.mean, at.root**2 if at.root.ndim == 1 else jnp.sum(at.root**2, axis=1))
 
 
 @in_x64

@@ -1,12 +1,11 @@
 """Curvatures of a log density from products with its Hessian: time and memory linear in d."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Array = Any
+Array = jax.Array
 PROBES = 16  # random vectors for the diagonal of a Hessian
 POWERS = 10  # of a Hessian, for its largest eigenvalue
 LEAST = 1e-6  # curvature that counts as none

@@ -15,10 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float
+from numpyro.distributions.util import matrix_to_tril_vec, vec_to_tril_matrix
 
 from numpyro_fed.precision import in_x64, to_user_dtype
 
-Array = Any
+Array = jax.Array
 LOG_2PI = float(np.log(2 * np.pi))
 SINGULAR = 1e-13  # squared pivots of a precision scaled to a unit diagonal; below this it counts as singular
 
@@ -26,8 +29,8 @@ SINGULAR = 1e-13  # squared pivots of a precision scaled to a unit diagonal; bel
 class Natural(NamedTuple):
     """A factor of a normal family: ``precision`` is (d, d), (d,) or (), ``shift`` is P times the mean, (d,)."""
 
-    precision: Array
-    shift: Array
+    precision: Float[Array, "..."]
+    shift: Float[Array, "*silos d"]
 
 
 @in_x64
@@ -47,7 +50,8 @@ def quotient(a: Natural, b: Natural) -> Natural:
 
 
 @in_x64
-def power(a: Natural, exponent: Array) -> Natural:
+def power(a: Natural, exponent: Float[Array, ""] | float) -> Natural:
+    """a to a power."""
     return jax.tree.map(lambda leaf: exponent * leaf, a)
 
 
@@ -75,19 +79,15 @@ class Family:
         """Without the half of a symmetric matrix that is known from the other: what is sent."""
         if self.kind != "full":
             return factor
-        i, j = np.tril_indices(factor.shift.shape[-1])
         with jax.enable_x64(True):
-            return Natural(factor.precision[..., i, j], factor.shift)
+            return Natural(matrix_to_tril_vec(factor.precision), factor.shift)
 
     def unpack(self, packed: Natural) -> Natural:
         if self.kind != "full":
             return packed
-        d = packed.shift.shape[-1]
-        i, j = np.tril_indices(d)
         with jax.enable_x64(True):
-            lower = jnp.zeros((*packed.precision.shape[:-1], d, d), jnp.float64).at[..., i, j].set(packed.precision)
-            diagonal = jnp.eye(d) * lower
-            return Natural(lower + jnp.swapaxes(lower, -1, -2) - diagonal, packed.shift)
+            lower = vec_to_tril_matrix(packed.precision.astype(jnp.float64))
+            return Natural(lower + jnp.tril(lower, -1).mT, packed.shift)
 
     # --- conversions ------------------------------------------------------------------------------------------------
 
@@ -95,39 +95,41 @@ class Family:
         """The same factor with a precision matrix."""
         return Natural(_dense(factor.precision, factor.shift), factor.shift)
 
-    def project(self, mean: Array, covariance: Array) -> Natural:
+    def project(
+        self, mean: Float[ArrayLike, " d"], covariance: Float[ArrayLike, "d d"] | Float[ArrayLike, " d"]
+    ) -> Natural:
         """The member of the family with this mean and, of the covariance (d, d) or (d,), what the family can keep."""
         return _project(self.kind, mean, covariance)
 
-    def moments(self, factor: Natural) -> tuple[Array, Array]:
+    def moments(self, factor: Natural) -> tuple[Float[Array, " d"], Float[Array, "d d"] | Float[Array, " d"]]:
         """Mean and a root of the covariance: lower triangular (d, d), or sds (d,). NaN where it is not proper."""
         return _moments(self.kind, factor)
 
-    def mean(self, factor: Natural) -> Array:
+    def mean(self, factor: Natural) -> Float[Array, " d"]:
         return self.moments(factor)[0]
 
-    def covariance(self, factor: Natural) -> Array:
+    def covariance(self, factor: Natural) -> Float[Array, "d d"] | Float[Array, " d"]:
         """(d, d), or (d,) for families without correlations."""
         root = self.moments(factor)[1]
         with jax.enable_x64(True):
             return root @ root.T if self.kind == "full" else root**2
 
-    def sds(self, factor: Natural) -> Array:
+    def sds(self, factor: Natural) -> Float[Array, " d"]:
         root = self.moments(factor)[1]
         with jax.enable_x64(True):
             return jnp.sqrt(jnp.sum(root**2, axis=-1)) if self.kind == "full" else root
 
     # --- properties -------------------------------------------------------------------------------------------------
 
-    def proper(self, factor: Natural) -> Array:
+    def proper(self, factor: Natural) -> Bool[Array, ""]:
         """Whether it is a distribution: finite, and its precision positive definite by a margin over rounding."""
         return _proper(self.kind, factor)
 
-    def log_normaliser(self, factor: Natural) -> Array:
+    def log_normaliser(self, factor: Natural) -> Float[Array, ""]:
         r""":math:`\log \int \exp(h^\top z - \tfrac12 z^\top P z) dz`."""
         return _log_normaliser(self.kind, factor)
 
-    def kl(self, a: Natural, b: Natural) -> Array:
+    def kl(self, a: Natural, b: Natural) -> Float[Array, ""]:
         """KL(a || b).
 
         >>> family = Family("diagonal")
@@ -137,7 +139,7 @@ class Family:
         """
         return _kl(self.kind, a, b)
 
-    def sample(self, key: Array, factor: Natural) -> Array:
+    def sample(self, key: Array, factor: Natural) -> Float[Array, " d"]:
         """One draw, in the precision of the user's program."""
         mean, root = to_user_dtype(self.moments(factor))
         eps = jax.random.normal(key, mean.shape)
@@ -161,10 +163,10 @@ def _dense(precision: Array, shift: Array) -> Array:
     d = shift.shape[-1]
     if jnp.ndim(precision) == 2:
         return precision
-    return jnp.eye(d) * precision
+    return jnp.diag(jnp.broadcast_to(precision, (d,)))
 
 
-def _project(kind: str, mean: Array, covariance: Array) -> Natural:
+def _project(kind: str, mean: ArrayLike, covariance: ArrayLike) -> Natural:
     @in_x64
     def run(mean: Array, covariance: Array) -> Natural:
         diagonal = covariance if covariance.ndim == 1 else jnp.diagonal(covariance)
@@ -181,11 +183,11 @@ def _project(kind: str, mean: Array, covariance: Array) -> Natural:
 def _scaled(precision: Array) -> tuple[Array, Array]:
     """A matrix with a unit diagonal, and the scale by which it was divided."""
     scale = jnp.sqrt(jnp.maximum(jnp.diagonal(precision), 1e-300))
-    return precision / scale / scale[:, None], scale
+    return precision / scale[None, :] / scale[:, None], scale
 
 
 @in_x64
-def inverse(matrix: Array) -> Array:
+def inverse(matrix: Float[Array, "d d"]) -> Float[Array, "d d"]:
     """The inverse of a positive definite matrix, by way of its Cholesky factor; symmetric. NaN if it has none."""
     scaled, scale = _scaled(matrix)
     half = solve_triangular(jnp.linalg.cholesky(scaled), jnp.diag(1 / scale), lower=True)

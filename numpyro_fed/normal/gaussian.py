@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 from numpyro.distributions import LowRankMultivariateNormal, MultivariateNormal
 from numpyro.distributions import Normal as Independent
 
@@ -22,9 +23,9 @@ Array = jax.Array
 
 
 class Normal(NamedTuple):
-    mean: Array  # (d,)
-    root: Array  # (d, d) lower triangular, or sds (d,)
-    factor: Array | None = None  # (r, d)
+    mean: Float[Array, " d"]
+    root: Float[Array, "d d"] | Float[Array, " d"]  # lower triangular, or sds
+    factor: Float[Array, "r d"] | None = None
 
     @property
     def dim(self) -> int:
@@ -51,7 +52,7 @@ class Normal(NamedTuple):
         factor = np.asarray(self.factor, np.float64)
         return own + factor.T @ factor
 
-    def sample(self, key: Array) -> Array:
+    def sample(self, key: Array) -> Float[Array, " d"]:
         """One draw."""
         if self.factor is None:
             eps = jax.random.normal(key, self.mean.shape, self.mean.dtype)
@@ -61,7 +62,7 @@ class Normal(NamedTuple):
         spread = self.root @ eps if self.root.ndim == 2 else self.root * eps
         return self.mean + spread + jax.random.normal(common, self.factor.shape[:1], self.mean.dtype) @ self.factor
 
-    def log_prob(self, z: Array) -> Array:
+    def log_prob(self, z: Float[Array, " d"]) -> Float[Array, ""]:
         """Log density at a point."""
         if self.factor is None:
             if self.root.ndim == 2:

@@ -30,11 +30,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from numpyro_fed.normal import stein
 from numpyro_fed.precision import in_x64
 
-Array = Any
+Array = jax.Array
 NEARLY_NONE = 1e-8  # identity's share where there is to be no shrinkage: the inverse must exist
 LEAST = 1e-30
 
@@ -45,6 +46,11 @@ class Shrinkage(NamedTuple):
     a: Array
     c: Array
     scale: Array  # the diagonal of T, (d,) or ()
+
+    @property
+    def row(self) -> Array:
+        """The scale, for draws and directions: (1, d) or (1, 1)."""
+        return jnp.reshape(self.scale, (1, -1))
 
 
 def oas(trace: Array, trace_of_square: Array, num: int, d: int) -> Array:
@@ -70,12 +76,12 @@ def check_rho(rho: Any) -> Any:
     if (number and rho >= 0) or (isinstance(rho, str) and rho in CHOSEN):
         return rho
     raise ValueError(
-        f"rho is {rho!r}; use 'oas' or 'rblw' (chosen from the draws), a number of at least 0 (the paper's; 0 is the "
-        "identity), or math.inf (the plain sample covariance)"
+        f"shrinkage is {rho!r}; use 'oas' or 'rblw' (chosen from the draws), a number of at least 0 (the paper's rho; "
+        "0 is the identity), or math.inf (the plain sample covariance)"
     )
 
 
-def shrinkage(draws: Array, rho: Any) -> Shrinkage:
+def shrinkage(draws: Float[Array, "l d"], rho: Any) -> Shrinkage:
     """How much a sample covariance is shrunk, and to what; float64.
 
     Args:
@@ -89,10 +95,10 @@ def shrinkage(draws: Array, rho: Any) -> Shrinkage:
         one = jnp.ones(())
         if not isinstance(rho, str) and math.isfinite(rho):
             return Shrinkage(one / (1 + (num - 1) * rho), one * (num - 1) * rho, one)
-        away = draws - jnp.mean(draws, axis=0)
+        away = draws - jnp.mean(draws, axis=0, keepdims=True)
         variances = jnp.sum(away**2, axis=0) / (num - 1)
         scale = jnp.sqrt(shrunk_variances(variances, 2 * variances**2 / (num + 1)))  # as of normal draws
-        away = away / scale
+        away = away / scale[None]
         gram = away @ away.T / (num - 1)  # (l, l), with the eigenvalues of S~
         trace = jnp.trace(gram)
         nu = jnp.maximum(trace / d, LEAST)
@@ -103,7 +109,9 @@ def shrinkage(draws: Array, rho: Any) -> Shrinkage:
     return chosen(draws)
 
 
-def shrunk_variances(variances: Array, error: Array, share: Array | float | None = None) -> Array:
+def shrunk_variances(
+    variances: Float[Array, " d"], error: Float[Array, " d"], share: Array | float | None = None
+) -> Array:
     """Shrunk towards their mean by as much as their Monte Carlo error is of their spread (Opgen-Rhein and Strimmer).
 
     Args:
@@ -128,7 +136,7 @@ class Programme(NamedTuple):
     delta: Array  # (d,): Sigma~^{-1} (theta - mean)
     v: Array  # (l, d), rows of zeros where there is no draw yet
     weight: Array  # (l,): gamma_k / (1 + gamma_k u_k' v_k)
-    count: Array  # t
+    num_draws: Array  # t
 
 
 def start(theta: Array, capacity: int) -> Programme:
@@ -149,7 +157,7 @@ def add(now: Programme, draw: Array, rho: Any) -> Programme:
         \tilde\Delta_t = \tilde\Delta_{t-1} - \left[1 + \frac{\gamma (t \, u^\top \tilde\Delta_{t-1} - u^\top v)}
         {1 + \gamma u^\top v}\right] \frac{v}{t}
     """
-    t = (now.count + 1).astype(now.mean.dtype)
+    t = (now.num_draws + 1).astype(now.mean.dtype)
     u = draw - now.mean
     v = u - (now.weight * (now.v @ u)) @ now.v
     gamma = rho * (t - 1) / t
@@ -159,15 +167,15 @@ def add(now: Programme, draw: Array, rho: Any) -> Programme:
     return Programme(
         now.mean + u / t,
         now.delta - step * v / t,
-        now.v.at[now.count].set(jnp.where(now.count > 0, v, 0.0)),  # the first draw changes no covariance
-        now.weight.at[now.count].set(weight),
-        now.count + 1,
+        now.v.at[now.num_draws].set(jnp.where(now.num_draws > 0, v, 0.0)),  # the first draw changes no covariance
+        now.weight.at[now.num_draws].set(weight),
+        now.num_draws + 1,
     )
 
 
 def delta_of(now: Programme, rho: Any) -> Array:
     """Delta of the draws so far."""
-    return now.delta * (1 + (now.count - 1) * rho)
+    return now.delta * (1 + (now.num_draws - 1) * rho)
 
 
 @in_x64
@@ -175,11 +183,11 @@ def _scanned(theta: Array, draws: Array, shrunk: Shrinkage) -> Array:
     num = draws.shape[0]
     rho = shrunk.c / (num - 1)
     step = lambda now, draw: (add(now, draw, rho), None)
-    now, _ = jax.lax.scan(step, start(theta / shrunk.scale, num), draws / shrunk.scale)
+    now, _ = jax.lax.scan(step, start(theta / shrunk.scale, num), draws / shrunk.row)
     return now.delta / (shrunk.a * shrunk.scale)
 
 
-def delta(theta: Array, draws: Array, rho: Any, shrunk: Shrinkage | None = None) -> Array:
+def delta(theta: Float[Array, " d"], draws: Float[Array, "l d"], rho: Any, shrunk: Shrinkage | None = None) -> Array:
     """Sigma^{-1} (theta - mean) by the dynamic programme, float64.
 
     Args:
@@ -191,7 +199,7 @@ def delta(theta: Array, draws: Array, rho: Any, shrunk: Shrinkage | None = None)
     return _scanned(theta, draws, shrinkage(draws, rho) if shrunk is None else shrunk)
 
 
-def direct(theta: Array, draws: Array, rho: Any) -> Array:
+def direct(theta: Float[Array, " d"], draws: Float[Array, "l d"], rho: Any) -> Array:
     """The same by solving d equations, O(d^3)."""
     shrunk = shrinkage(draws, rho)
 
@@ -208,7 +216,9 @@ def direct(theta: Array, draws: Array, rho: Any) -> Array:
 
 
 @in_x64
-def corrected(delta: Array, draws: Array, gradients: Array, shrunk: Shrinkage) -> Array:
+def corrected(
+    delta: Float[Array, " d"], draws: Float[Array, "l d"], gradients: Float[Array, "l d"], shrunk: Shrinkage
+) -> Array:
     r"""Delta without most of its Monte Carlo error, from the gradients g of minus the log density at the draws.
 
     By Stein's identity (:mod:`numpyro_fed.normal.stein`), with C the draws' covariance of g and x, and s the share of
@@ -234,7 +244,7 @@ class Precision(NamedTuple):
 
 
 @in_x64
-def precision(draws: Array, shrunk: Shrinkage, gradients: Array | None = None) -> Precision:
+def precision(draws: Float[Array, "l d"], shrunk: Shrinkage, gradients: Float[Array, "l d"] | None = None) -> Precision:
     """Of a shrunk covariance, without differences of large numbers: by the eigenvectors of S~.
 
     With ``gradients`` at more draws than dimensions, :func:`corrected` as Delta is.
@@ -242,16 +252,16 @@ def precision(draws: Array, shrunk: Shrinkage, gradients: Array | None = None) -
     num, d = draws.shape
     if gradients is not None and num > d:
         return _corrected_precision(draws, shrunk, gradients)
-    x = (draws - jnp.mean(draws, axis=0)) / shrunk.scale * jnp.sqrt(shrunk.c / (num - 1))
+    x = (draws - jnp.mean(draws, axis=0, keepdims=True)) / shrunk.row * jnp.sqrt(shrunk.c / (num - 1))
     ones = jnp.ones(d)
     if num <= d:
         values, vectors = jnp.linalg.eigh(x @ x.T)
         values = jnp.maximum(values, 0.0)
         directions = vectors.T @ x / jnp.sqrt(jnp.maximum(values, LEAST))[:, None]
         weights = -values / (1 + values) / shrunk.a
-        return Precision(ones / (shrunk.a * shrunk.scale**2), weights, directions / shrunk.scale)
+        return Precision(ones / (shrunk.a * shrunk.scale**2), weights, directions / shrunk.row)
     values, vectors = jnp.linalg.eigh(x.T @ x)
-    return Precision(0 * ones, 1 / (shrunk.a * (1 + jnp.maximum(values, 0.0))), vectors.T / shrunk.scale)
+    return Precision(0 * ones, 1 / (shrunk.a * (1 + jnp.maximum(values, 0.0))), vectors.T / shrunk.row)
 
 
 def _corrected_precision(draws: Array, shrunk: Shrinkage, gradients: Array) -> Precision:
@@ -263,7 +273,7 @@ def _corrected_precision(draws: Array, shrunk: Shrinkage, gradients: Array) -> P
     return Precision(jnp.zeros(d), values, vectors.T)  # noise may make one negative: the sum is what counts
 
 
-def largest(draws: Array, shrunk: Shrinkage, gradients: Array | None = None) -> Array:
+def largest(draws: Float[Array, "l d"], shrunk: Shrinkage, gradients: Float[Array, "l d"] | None = None) -> Array:
     """The precision's largest eigenvalue; with fewer draws than dimensions, a bound that is near."""
     num, d = draws.shape
     found = None if num <= d else precision(draws, shrunk, gradients)

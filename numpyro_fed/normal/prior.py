@@ -6,7 +6,7 @@ model, not an approximation of its prior.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.precision import UNOPTIMISED
 
-Array = Any
+Array = jax.Array
 MOST_DENSE = 500  # dimensions in which the prior's Hessian is looked at as a matrix
 DRAWS, FEWEST, MOST_DRAWN = 4096, 256, 2**25  # of a prior that is not normal; numbers in all of them
 
@@ -68,10 +68,9 @@ def _exact(split: SplitModel, family: Family) -> Prior | None:
         return Prior(Natural(jnp.asarray(precision), jnp.asarray(slope, jnp.float64)), True, float(at_zero))
 
 
-def _linear(both: Callable, slope: Array, precision: Array) -> bool:
+def _linear(both: Callable, slope: np.ndarray, precision: np.ndarray) -> bool:
     """Whether the gradient is a quadratic's: a Laplace prior's jumps, though its Hessian is the same everywhere."""
     dense = np.ndim(precision) == 2
-    slope, precision = np.asarray(slope), np.asarray(precision)
     for z in _places(slope.shape[0]):
         times = precision @ z if dense else precision * z
         size = np.abs(precision) @ np.abs(z) if dense else np.abs(times)

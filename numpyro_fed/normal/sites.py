@@ -10,15 +10,16 @@ Sites may be indefinite and cavities flat: that is normal, and projecting them w
 proper is the posterior (here) and each tilted distribution (in its silo).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from numpyro_fed.normal.families import Family, Natural, product, summed
 from numpyro_fed.precision import in_x64
 
-Array = Any
+Array = jax.Array
 
 
 class Sites(NamedTuple):
@@ -33,7 +34,7 @@ def posterior(sites: Sites, tied: bool = False) -> Natural:
     return product(sites.prior, sites.each if tied else summed(sites.each))
 
 
-def scaled(changes: Natural, steps: Array) -> Natural:
+def scaled(changes: Natural, steps: Float[Array, " silos"]) -> Natural:
     """Stacked factors, each to its own power."""
 
     @in_x64
@@ -43,7 +44,7 @@ def scaled(changes: Natural, steps: Array) -> Natural:
     return run(changes, steps)
 
 
-def zeroed(leaf: Array, ok: Array) -> Array:
+def zeroed(leaf: Float[Array, "silos ..."], ok: Bool[Array, " silos"]) -> Float[Array, "silos ..."]:
     """Changes that are not to be trusted are left out; NaN times zero would stay NaN."""
     with jax.enable_x64(True):
         return jnp.where(ok.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, 0.0)
@@ -52,8 +53,8 @@ def zeroed(leaf: Array, ok: Array) -> Array:
 class Movement(NamedTuple):
     """How far the posterior moved."""
 
-    divergence: Array  # symmetrised KL
-    shift: Array  # the largest of a mean, in sds
+    divergence: Float[Array, ""]  # symmetrised KL
+    shift: Float[Array, ""]  # the largest of a mean, in sds
 
 
 def movement(family: Family, old: Natural, new: Natural) -> Movement:
@@ -71,7 +72,7 @@ def movement(family: Family, old: Natural, new: Natural) -> Movement:
     return run(divergence, means, sds)
 
 
-def move(family: Family, old: Natural, new: Natural) -> Array:
+def move(family: Family, old: Natural, new: Natural) -> Float[Array, " 2*d"]:
     """How means and log sds moved, in sds, (2 d,); nothing from or to a posterior that is not proper."""
     means, sds = (family.mean(old), family.mean(new)), (family.sds(old), family.sds(new))
     both = family.proper(old) & family.proper(new)

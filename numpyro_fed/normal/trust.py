@@ -4,16 +4,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from numpyro_fed.normal.families import Family, Natural, product, summed
 from numpyro_fed.normal.sites import scaled, zeroed
 
-Array = Any
+Array = jax.Array
 HALVINGS = 10
 TRUST = 16.0  # a round changes no variance by more than this factor, once every silo has been heard
 
 
-def acceptable(family: Family, old: Natural, new: Natural, free: Array) -> Array:
+def acceptable(family: Family, old: Natural, new: Natural, free: Bool[Array, ""] | bool) -> Bool[Array, ""]:
     """Whether a posterior may follow another: it is proper, and (unless ``free``) it is not a different one altogether.
 
     Noisy messages can be amplified by one another, with sites that grow without bounds and cancel; so a round changes
@@ -30,8 +31,13 @@ def _combined(factor: float, a: Natural, b: Natural) -> Natural:
 
 
 def steps_within(
-    family: Family, q: Natural, changes: Natural, steps: Array, ok: Array, free: Array | bool = True
-) -> Array:
+    family: Family,
+    q: Natural,
+    changes: Natural,
+    steps: Float[Array, " silos"],
+    ok: Bool[Array, " silos"],
+    free: Bool[Array, ""] | bool = True,
+) -> Float[Array, " silos"]:
     """How much of each change (stacked) the server accepts: ``steps`` if the posterior stays `acceptable`, else less.
 
     First all together. If that fails, each change is halved until it would be acceptable on its own (0 when it never

@@ -24,7 +24,7 @@ class Corrected(NamedTuple):
     inner: PyTree  # as it was before
     points: Array  # (S, d), of the unconstrained globals
     log_weights: Array  # (S,) float64, normalised and smoothed
-    khat: float
+    pareto_k: float
     log_evidence: float
 
 
@@ -33,27 +33,27 @@ class Correction:
 
     Attributes:
         ess: effective sample size of the weights, of ``len(points)``; ``ess_share`` is their ratio.
-        khat: Pareto k-hat of the weights; above 0.7 they are not to be trusted.
+        pareto_k: Pareto k-hat of the weights; above 0.7 they are not to be trusted.
         points, log_weights: of the unconstrained globals, (S, d) and (S,); normalised, the largest Pareto smoothed.
         log_evidence: the estimate of log p(y) (given theta, where the model has numpyro.params).
     """
 
     def __init__(self, found: Corrected) -> None:
         self.points, self.log_weights = np.asarray(found.points), np.asarray(found.log_weights)
-        self.khat, self.log_evidence = float(found.khat), float(found.log_evidence)
+        self.pareto_k, self.log_evidence = float(found.pareto_k), float(found.log_evidence)
         self.ess = float(np.exp(-logsumexp(2 * self.log_weights)))
         self.ess_share = self.ess / len(self.points)
 
     @property
     def trusted(self) -> bool:
-        return self.khat <= TRUSTED and self.ess >= FEW
+        return self.pareto_k <= TRUSTED and self.ess >= FEW
 
     def verdict(self) -> str:
         """Whether to trust it, and what to do if not."""
         if self.trusted:
             return "to be trusted"
         more = f"fit.uncorrected.correct(key, num_points={4 * len(self.points)})"
-        if self.khat <= TRUSTED:
+        if self.pareto_k <= TRUSTED:
             return f"too few effective points: correct once more from around these, fit.correct(key), or {more}"
         if self.ess_share > 0.5:
             return "do not trust its tails yet, where few points weigh much: correct once more, fit.correct(key)"
@@ -63,7 +63,7 @@ class Correction:
         )
 
     def __repr__(self) -> str:
-        return f"ess {self.ess:.0f} of {len(self.points)} points, k-hat {self.khat:.2f}: {self.verdict()}"
+        return f"ess {self.ess:.0f} of {len(self.points)} points, k-hat {self.pareto_k:.2f}: {self.verdict()}"
 
     def moments(self) -> tuple[np.ndarray, np.ndarray]:
         """Weighted mean and covariance, float64."""

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from numpyro_fed.algorithm import Key, PyTree
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.keys import fold_in_name, identities
+from numpyro_fed.memo import ByIdentity
 from numpyro_fed.precision import ONCE
 from numpyro_fed.results.draws import stack_of
-from numpyro_fed.results.state import ById
 from numpyro_fed.results.value import Fitted
 
 Array = jax.Array
@@ -47,12 +47,14 @@ def elbo(fit: Fitted, keys: Array) -> float:
         (identities(bucket.names), states, *arrays)
         for bucket, states, arrays in zip(stack.buckets, fit.state.silos, stack.arrays, strict=True)
     )
-    values = _bounds(ById(fit.posterior), ById(fit.split), keys, fit.state.server, silos, stack.shared)
+    values = _bounds(ByIdentity(fit.posterior), ByIdentity(fit.split), keys, fit.state.server, silos, stack.shared)
     return float(jnp.mean(values))
 
 
 @partial(jax.jit, static_argnums=(0, 1), compiler_options=ONCE)
-def _bounds(of: ById, within: ById, keys: Array, server: PyTree, silos: tuple[Any, ...], shared: tuple) -> Array:
+def _bounds(
+    of: ByIdentity, within: ByIdentity, keys: Array, server: PyTree, silos: tuple[Any, ...], shared: tuple
+) -> Array:
     posterior, split = of.value, within.value
 
     def one(key: Array) -> Array:

@@ -51,13 +51,13 @@ def pareto_smoothed(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
     finite = np.isfinite(log_weights)
     given = log_weights[finite] - np.max(log_weights[finite])
     if np.ptp(given) < 1e-6:
-        smoothed, khat = np.zeros_like(given), -np.inf
+        smoothed, pareto_k = np.zeros_like(given), -np.inf
     elif arviz.__version__.startswith("0."):
-        smoothed, khat = arviz.psislw(given)
+        smoothed, pareto_k = arviz.psislw(given)
     else:
         from arviz_stats.base import array_stats
 
-        smoothed, khat = array_stats.psislw(-given)  # it takes log likelihoods, whose weights are their inverse
+        smoothed, pareto_k = array_stats.psislw(-given)  # it takes log likelihoods, whose weights are their inverse
     out = np.full_like(log_weights, -np.inf)
     out[finite] = smoothed - logsumexp(smoothed)
-    return out, float(khat)
+    return out, float(pareto_k)

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from numpyro_fed.algorithm import Posterior
-from numpyro_fed.checks import told
+from numpyro_fed.checks import format_names
 from numpyro_fed.data.inputs import leaves
-from numpyro_fed.data.names import Names
+from numpyro_fed.data.names import LazyNames
 from numpyro_fed.data.padding import call_spec, shared_arrays
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.store import SiloStore
@@ -143,16 +143,19 @@ def _partition(path: Path, method: MadeBy, saved_sites: list[list[Any]], shapes:
 def _read_names(saved: Any, arrays: dict[str, np.ndarray]) -> Any:
     if not isinstance(saved, dict):
         return tuple(saved)
-    return Names(saved["count"], None if saved["labels"] is None else read_from(arrays)(saved["labels"]))
+    return LazyNames(saved["count"], None if saved["labels"] is None else read_from(arrays)(saved["labels"]))
 
 
 def _check_silos(path: Path, saved: Silos, names: Any, silos: Any) -> None:
-    kind = "nf.SiloStore" if isinstance(names, Names) else "nf.Silos"
-    if not isinstance(silos, SiloStore if isinstance(names, Names) else Silos):
+    lazy = getattr(names, "lazy", False)
+    if getattr(silos, "lazy", None) is not lazy:
+        kind = "nf.SiloStore" if lazy else "nf.Silos"
         raise TypeError(f"silos must be an {kind}, got a {type(silos).__name__}")
-    if isinstance(silos, SiloStore):
+    if lazy:
         if silos.names != names:
-            raise ValueError(f"{path} has {len(names)} silos, {told(names)}; silos= has {told(silos.names)}")
+            raise ValueError(
+                f"{path} has {len(names)} silos, {format_names(names)}; silos= has {format_names(silos.names)}"
+            )
         silos = silos.only(*saved)
     if set(saved) != set(silos):
         raise ValueError(f"{path} has the silos {', '.join(saved)}; silos= has {', '.join(silos)}")

@@ -15,8 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Posterior
-from numpyro_fed.data.names import Names
-from numpyro_fed.data.store import SiloStore
 from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.results.codec import encode, keep_in
 from numpyro_fed.results.value import Fitted
@@ -29,7 +27,7 @@ def save(fit: Fitted, path: str | Path) -> Path:
     """See :meth:`numpyro_fed.results.fit.Fit.save`."""
     arrays: dict[str, np.ndarray] = {}
     silos = fit.any_silos
-    silos = silos.example() if isinstance(silos, SiloStore) else silos
+    silos = silos.example() if silos.lazy else silos
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -89,7 +87,7 @@ def sites(part: Partition) -> list[list[Any]]:
 
 def _names(names: Any, arrays: dict[str, np.ndarray]) -> Any:
     """All silos' names; of a store, their number and the array they are in."""
-    if not isinstance(names, Names):
+    if not getattr(names, "lazy", False):
         return names
     return {"count": len(names), "labels": None if names.labels is None else keep_in(arrays)(names.labels)}
 

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_fed.algorithm import PyTree
-from numpyro_fed.checks import told
-from numpyro_fed.data.names import Names
+from numpyro_fed.checks import format_names
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.model.split_model import SplitModel
 
@@ -17,7 +16,7 @@ class State(NamedTuple):
     """Everything a run can go on from. The silos' part is private to them: it is in here as they are simulated here."""
 
     method: str  # its name; a corrected fit has that of the method before
-    names: tuple[str, ...]  # of a store: its lazy Names, and there are no buckets and no silos' states
+    names: tuple[str, ...]  # of a store: its lazy LazyNames, and there are no buckets and no silos' states
     buckets: tuple[tuple[str, ...], ...]
     server: PyTree
     silos: tuple[PyTree, ...]  # over buckets, stacked over the bucket's silos
@@ -25,13 +24,13 @@ class State(NamedTuple):
 
     def silo(self, name: str) -> tuple[PyTree, int]:
         """One silo's state, and its bucket."""
-        if isinstance(self.names, Names) and name in self.names:
+        if getattr(self.names, "lazy", False) and name in self.names:
             return (), 0
         for b, bucket in enumerate(self.buckets):
             if name in bucket:
                 position = bucket.index(name)
                 return jax.tree.map(lambda leaf, position=position: leaf[position], self.silos[b]), b
-        raise KeyError(f"no silo is named {name!r}; the silos are {told(self.names)}")
+        raise KeyError(f"no silo is named {name!r}; the silos are {format_names(self.names)}")
 
     def arranged(self, stack: Stack) -> tuple[PyTree, ...]:
         """The silos' states in another stack's buckets and order."""
@@ -56,15 +55,3 @@ class Again(NamedTuple):
     prepare: Callable[..., Fresh]  # (rng_key, silos)
     run: Callable[..., Any]  # (rng_key, silos, num_rounds, *, schedule=None, init_state=None) -> Fit
     correct: Callable[..., Any]  # (fit, rng_key, num_points, engine=...) -> Fit; by default on the fit's engine
-
-
-class ById(NamedTuple):
-    """A value that is the same program's when it is the same object."""
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ById) and self.value is other.value

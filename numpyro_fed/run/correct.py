@@ -40,12 +40,12 @@ from numpyro_fed.results.importance import pareto_smoothed, proposal
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import as_schedule
 
-Array = Any
+Array = jax.Array
 DRAWS = 256  # of a row's locals at each point, where they are not integrated by quadrature
 LOCAL_STEPS = 30  # of Newton's method to the locals' modes at the posterior mean, from nowhere
 
 
-class Sent(NamedTuple):
+class CorrectionBroadcast(NamedTuple):
     """All that a silo receives."""
 
     points: Array  # (S, d)
@@ -53,8 +53,8 @@ class Sent(NamedTuple):
     theta: dict[str, Array]
 
 
-class Server(NamedTuple):
-    sent: Sent
+class CorrectionServer(NamedTuple):
+    sent: CorrectionBroadcast
     log_prior: Array  # (S,)
     log_f: Array  # (S,) float64: the sum over silos
 
@@ -63,10 +63,10 @@ def correction_round(split: SplitModel, marginal: Marginal, num_points: int) -> 
     """The round as pure functions; see :mod:`numpyro_fed.algorithm`. Its message is log f_j at the points, (S,)."""
     d = split.dim
 
-    def init(key: Array) -> Server:
-        return begun(Sent(jnp.zeros((num_points, d)), jnp.zeros(d), split.theta))
+    def init(key: Array) -> CorrectionServer:
+        return begun(CorrectionBroadcast(jnp.zeros((num_points, d)), jnp.zeros(d), split.theta))
 
-    def broadcast(key: Array, server: Server) -> Broadcast:
+    def broadcast(key: Array, server: CorrectionServer) -> Broadcast:
         return Broadcast(server.sent)
 
     def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Array, tuple]:
@@ -91,7 +91,7 @@ def correction_round(split: SplitModel, marginal: Marginal, num_points: int) -> 
     def aggregate(messages: Array, cohort: Cohort) -> Array:
         return total(messages)
 
-    def server_step(key: Array, server: Server, log_f: Array) -> tuple[Server, dict]:
+    def server_step(key: Array, server: CorrectionServer, log_f: Array) -> tuple[CorrectionServer, dict]:
         log_prior = jax.vmap(lambda z: split.log_prior(z, server.sent.theta))(server.sent.points)
         return server._replace(log_prior=log_prior, log_f=log_f), {}
 
@@ -99,11 +99,11 @@ def correction_round(split: SplitModel, marginal: Marginal, num_points: int) -> 
     return FederatedAlgorithm(init, nothing, broadcast, silo_step, aggregate, server_step).traced_once()
 
 
-def begun(sent: Sent) -> Server:
+def begun(sent: CorrectionBroadcast) -> CorrectionServer:
     """Before the round: the points, and nothing known of them."""
     num = sent.points.shape[0]
     with jax.enable_x64(True):
-        return Server(sent, jnp.zeros(num, sent.points.dtype), jnp.zeros(num, jnp.float64))
+        return CorrectionServer(sent, jnp.zeros(num, sent.points.dtype), jnp.zeros(num, jnp.float64))
 
 
 def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: Engine | None = None) -> Fit:
@@ -117,7 +117,9 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
     points, log_proposal = proposal(key, np.asarray(normal.mean, np.float64), normal.covariance, num)
     marginal = _marginal(fit)
     make = lambda: correction_round(split, marginal, len(points))
-    sent = Sent(jnp.asarray(points), jnp.asarray(normal.mean, points.dtype), fit.posterior.theta(fit.state.server))
+    sent = CorrectionBroadcast(
+        jnp.asarray(points), jnp.asarray(normal.mean, points.dtype), fit.posterior.theta(fit.state.server)
+    )
     phase = Phase(
         "correct",
         remembered(make, "correct", ByIdentity(split), marginal, len(points)),
@@ -149,17 +151,17 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
 
 
 def _weighted(fit: Fit, points: np.ndarray, log_proposal: np.ndarray, server: Any) -> Corrected:
-    if not isinstance(server, Server):
+    if not isinstance(server, CorrectionServer):
         raise ValueError(_nowhere(len(points)))
     log_weights = np.asarray(server.log_prior, np.float64) + np.asarray(server.log_f) - log_proposal
     log_weights = np.where(np.isfinite(log_weights), log_weights, -np.inf)
     if not np.any(np.isfinite(log_weights)):
         raise ValueError(_nowhere(len(points)))
     log_evidence = float(logsumexp(log_weights) - np.log(len(points)))
-    smoothed, khat = pareto_smoothed(log_weights)
+    smoothed, pareto_k = pareto_smoothed(log_weights)
     inner = fit.state.server.inner if isinstance(fit.state.server, Corrected) else fit.state.server
     with jax.enable_x64(True):
-        return Corrected(inner, jnp.asarray(points), jnp.asarray(smoothed), khat, log_evidence)
+        return Corrected(inner, jnp.asarray(points), jnp.asarray(smoothed), pareto_k, log_evidence)
 
 
 def _nowhere(num: int) -> str:

@@ -32,7 +32,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.newton import newton_step
 from numpyro_fed.precision import in_x64, to_user_dtype
 
-Array = Any
+Array = jax.Array
 LEAST_CURVATURE = 1e-3  # in units of the diagonal's
 LOOK = 5  # rounds between two looks at whether it has converged
 MAX_ROUNDS = 30
@@ -45,7 +45,7 @@ ENTROPY = 0.5 * (1 + float(np.log(2 * np.pi)))  # of a standard normal
 CONVERGED = 0.05  # expected gain of the next step, in log density: a third of a posterior sd
 
 
-class ServerState(NamedTuple):
+class ModeServer(NamedTuple):
     x: Array  # (d + p,) the best point so far
     trial: Array  # (d + p,) the point that is sent next
     value: Array
@@ -55,7 +55,7 @@ class ServerState(NamedTuple):
     gain: Array  # expected from the next step
 
 
-class Message(NamedTuple):
+class ModeMessage(NamedTuple):
     value: Array
     gradient: Array  # (d + p,)
     hessian: Array  # (d + p, d + p)
@@ -70,12 +70,12 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
     def parts(x: Array) -> tuple[Array, dict]:
         return x[:d], unravel_theta(x[d:])
 
-    def init(key: Array) -> ServerState:
+    def init(key: Array) -> ModeServer:
         x = jnp.concatenate([JITTER * jax.random.normal(key, (d,)), theta_flat])
         zero, eye = jnp.zeros(size), jnp.eye(size)
-        return ServerState(x, x, jnp.array(-jnp.inf), eye, zero, jnp.array(1e-3), jnp.array(jnp.inf))
+        return ModeServer(x, x, jnp.array(-jnp.inf), eye, zero, jnp.array(1e-3), jnp.array(jnp.inf))
 
-    def broadcast(key: Array, server: ServerState) -> Broadcast:
+    def broadcast(key: Array, server: ModeServer) -> Broadcast:
         return Broadcast(server.trial)
 
     def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> LocalStart:
@@ -86,7 +86,7 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
             {group: jnp.zeros((*value.shape, d)) for group, value in zeros.items()},
         )
 
-    def silo_step(key: Array, broadcast: Broadcast, silo: LocalStart, data: SiloData) -> tuple[Message, LocalStart]:
+    def silo_step(key: Array, broadcast: Broadcast, silo: LocalStart, data: SiloData) -> tuple[ModeMessage, LocalStart]:
         x, before = broadcast.common, silo
         silo = fit_locals(split, x[:d], parts(x)[1], silo, data)
         draws = {  # the same in every round: the objective is then a fixed function
@@ -113,12 +113,12 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
         # a step that was too long must not stay: the server will refuse it, and the next one starts from here
         fine = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(silo)]
         kept = jax.tree.map(lambda new, old: jnp.where(jnp.all(jnp.stack(fine)), new, old), silo, before)
-        return Message(value + entropy, gradient, hessian), kept if fine else silo
+        return ModeMessage(value + entropy, gradient, hessian), kept if fine else silo
 
-    def aggregate(messages: Message, cohort: Cohort) -> Message:
+    def aggregate(messages: ModeMessage, cohort: Cohort) -> ModeMessage:
         return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), messages)
 
-    def server_step(key: Array, server: ServerState, silos: Message) -> tuple[ServerState, dict]:
+    def server_step(key: Array, server: ModeServer, silos: ModeMessage) -> tuple[ModeServer, dict]:
         def prior(x: Array) -> Array:
             return split.log_prior(*parts(x))
 
@@ -140,7 +140,7 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
         gain = 0.5 * gradient @ step
         best = jnp.maximum(server.value, keep(value, server.value))
         gain = jnp.where(better, gain, jnp.inf)  # not converged while steps are refused
-        server = ServerState(x, x + step, best, precision, gradient, damping, gain)
+        server = ModeServer(x, x + step, best, precision, gradient, damping, gain)
         return server, {"loss": -value, "_gain": gain, "_best": best}
 
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
@@ -172,7 +172,7 @@ def fit_locals(split: SplitModel, z: Array, theta: dict, silo: LocalStart, data:
 def mode_phase(split: SplitModel, num_rounds: int) -> Phase:
     """At most so many rounds; what is left is a warm start, the silos' half of which are their own states."""
 
-    def finish(left: Left, server: ServerState, info: dict[str, Any]) -> Left | None:
+    def finish(left: Left, server: ModeServer, info: dict[str, Any]) -> Left | None:
         if not np.isfinite(float(server.value)):
             return None
         return left._replace(warm=mode_to_warm_start(split, server))
@@ -189,7 +189,7 @@ def mode_phase(split: SplitModel, num_rounds: int) -> Phase:
     )
 
 
-def mode_to_warm_start(split: SplitModel, server: ServerState) -> WarmStart:
+def mode_to_warm_start(split: SplitModel, server: ModeServer) -> WarmStart:
     """The end of mode finding as a start: its point, and the inverse of its curvature given theta."""
     d = split.dim
 

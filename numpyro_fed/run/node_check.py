@@ -18,12 +18,12 @@ from numpyro_fed.normal import affine
 from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.normal.points import normal_points
 
-Array = Any
+Array = jax.Array
 POINTS = 16
 TOO_FAR = 0.05  # sds
 
 
-class Message(NamedTuple):
+class NodesMessage(NamedTuple):
     shift: Array  # (d,): of the posterior's mean by this silo's nodes, in whitened units
 
 
@@ -35,7 +35,7 @@ def node_check(split: SplitModel, family: Family, marginal: Marginal, posterior:
     def broadcast(key: Array, server: Any) -> Broadcast:
         return Broadcast(family.pack(posterior(server)))
 
-    def silo_step(key: Array, broadcast: Broadcast, silo: Any, data: SiloData) -> tuple[Message, Any]:
+    def silo_step(key: Array, broadcast: Broadcast, silo: Any, data: SiloData) -> tuple[NodesMessage, Any]:
         q: Natural = family.unpack(broadcast.common)
         at = affine.coordinates(family, q)
         eps = jnp.asarray(normal_points(split.dim, num), jnp.zeros(()).dtype)
@@ -46,9 +46,9 @@ def node_check(split: SplitModel, family: Family, marginal: Marginal, posterior:
             return at_n - at_more
 
         change = jax.lax.map(difference, affine.to_z(at, eps), batch_size=finer.batch_of(num))
-        return Message(eps.T @ change / num), silo
+        return NodesMessage(eps.T @ change / num), silo
 
-    def aggregate(messages: Message, cohort: Cohort) -> Array:
+    def aggregate(messages: NodesMessage, cohort: Cohort) -> Array:
         # those who were asked stand for all
         return cohort.num_silos / len(cohort.index) * jnp.sum(messages.shift, axis=0)
 

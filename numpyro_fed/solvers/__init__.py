@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.solvers.base import BaseSolver, Projection, Solver, Tilted
 from numpyro_fed.solvers.gradient import Gradient
 from numpyro_fed.solvers.hmc import HMC, NUTS
@@ -45,4 +46,5 @@ __all__ = [
     "Solver",
     "Tilted",
     "as_solver",
+    "to_user_dtype",
 ]

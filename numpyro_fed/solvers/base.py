@@ -79,7 +79,7 @@ class BaseSolver:
 
     def __post_init__(self) -> None:
         if self.marginal not in (None, *MARGINALS):
-            raise ValueError(f"marginal must be one of {', '.join(map(repr, MARGINALS))}, got {self.marginal!r}")
+            raise ValueError(f"marginal must be 'quadrature', 'importance_weighted' or 'joint', got {self.marginal!r}")
         num = self.num_nodes
         if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 1):
             raise ValueError(f"num_nodes must be an int of at least 1, got {num!r}")

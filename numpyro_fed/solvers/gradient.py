@@ -10,18 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from numpyro.distributions.util import vec_to_tril_matrix
 
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
-from numpyro_fed.normal.families import Natural
 from numpyro_fed.optim import check_optim
-from numpyro_fed.precision import in_x64, to_user_dtype
+from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
-Array = Any
+Array = jax.Array
 
 
 @dataclass(frozen=True)
@@ -57,26 +56,22 @@ class Gradient(BaseSolver):
         cavity = tilted.cavity
         if d <= self.most_newton:
             at, frame = newton.begin(tilted, factor, frame)
-            mean, root = at.mean, at.root if full else affine.sds(at)
+            at = at if full else at._replace(root=affine.sds(at))
         else:
-            mean, root = family.moments(tilted.q)
-            proper = family.proper(tilted.q)
-            with jax.enable_x64(True):
-                mean, root = jnp.where(proper, mean, 0.0), jnp.where(proper, root, 1.0)
-        frame = factor.refit(to_user_dtype(mean), frame, newton.LOCAL_STEPS)
-        a, b = _whitened(cavity, mean, root)
-        here, lower = to_user_dtype((mean, root)), np.tril_indices(d, -1)
+            at = affine.coordinates(family, tilted.q, dense=False)
+        frame = factor.refit(to_user_dtype(at.mean), frame, newton.LOCAL_STEPS)
+        a, b = affine.pull_back(at, cavity)
         rows = frame.loc if factor.eps_shape else {}
         params: dict[str, Any] = {
             "loc": jnp.zeros(d),
             "log_sd": jnp.zeros(() if family.kind == "identity" else d),
-            "tril": jnp.zeros(len(lower[0]) if full else 0),
+            "tril": jnp.zeros(d * (d - 1) // 2 if full else 0),
             "rows": {g: (jnp.zeros_like(v), jnp.zeros_like(v)) for g, v in rows.items()},
         }
 
         def chol(params: dict) -> Array:
             spread = jnp.exp(params["log_sd"])
-            return jnp.diag(spread).at[lower].set(params["tril"]) if full else jnp.broadcast_to(spread, (d,))
+            return jnp.diag(spread) + vec_to_tril_matrix(params["tril"], -1) if full else jnp.broadcast_to(spread, (d,))
 
         def energy(params: dict, key: Array) -> Array:
             root_x = chol(params)
@@ -87,8 +82,7 @@ class Gradient(BaseSolver):
             guided = _guided(frame, params["rows"])
 
             def one(x: Array, key: Array) -> Array:
-                z = here[0] + (here[1] @ x if full else here[1] * x)
-                return factor.log_f(z, guided, factor.nodes(key))
+                return factor.log_f(affine.to_z(at, x), guided, factor.nodes(key))
 
             value = jnp.mean(jax.vmap(one)(x, jax.random.split(node_key, len(eps))))
             loc = params["loc"]
@@ -108,10 +102,11 @@ class Gradient(BaseSolver):
         keys = jax.random.split(key, self.num_steps)
         (params, _), values = jax.lax.scan(step, (params, optim.init(params)), keys)
         finite = jnp.all(jnp.asarray([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
-        found = _natural(family, mean, root, params["loc"], chol(params))
+        new = affine.compose(at, params["loc"], chol(params))
+        found = affine.to_family(family, new)
         # a bound on the log integral of the tilted distribution, from the last steps
         log_mean = 0.5 * d - jnp.mean(values[-max(1, self.num_steps // 10) :])
-        value = affine.log_evidence(tilted, affine.Coordinates(mean, root), cavity, log_mean)
+        value = affine.log_evidence(tilted.family, tilted.q, at, cavity, log_mean)
         local_posterior = _guided(frame, params["rows"]) if rows else None
         return Projection(found, value, jnp.ones(()), finite, frame, local_posterior)
 
@@ -123,25 +118,3 @@ def _guided(frame: Any, rows: dict) -> Any:
     loc = {g: frame.loc[g] + jnp.einsum("rij,rj->ri", frame.root[g], rows[g][0]) for g in rows}
     root = {g: frame.root[g] * jnp.exp(rows[g][1])[:, None, :] for g in rows}
     return frame._replace(loc=loc, root=root)
-
-
-def _whitened(cavity: Natural, mean: Array, root: Array) -> tuple[Array, Array]:
-    @in_x64
-    def run(precision: Array, shift: Array, mean: Array, root: Array) -> tuple[Array, Array]:
-        if root.ndim == 2:
-            return root.T @ precision @ root, root.T @ (shift - precision @ mean)
-        precision = jnp.broadcast_to(precision, shift.shape)
-        return root**2 * precision, root * (shift - precision * mean)
-
-    return to_user_dtype(run(cavity.precision, cavity.shift, mean, root))
-
-
-def _natural(family: Any, mean: Array, root: Array, loc: Array, root_x: Array) -> Natural:
-    @in_x64
-    def run(mean: Array, root: Array, loc: Array, root_x: Array) -> tuple[Array, Array]:
-        if root.ndim == 2:
-            new = root @ root_x
-            return mean + root @ loc, new @ new.T
-        return mean + root * loc, (root * root_x) ** 2
-
-    return family.project(*run(mean, root, loc, root_x))

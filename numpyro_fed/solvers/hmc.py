@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.hmc import hmc
 
-from numpyro_fed.local.integrate import Factor, moved
+from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine, stein
 from numpyro_fed.normal.families import LOG_2PI
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
-Array = Any
+Array = jax.Array
 LENGTH = 1.5  # of a trajectory, in sds: near a quarter of a period, where draws are nearly independent
 POOR = 0.5  # acceptance below which steps are halved
 WIDE = 4.0  # variances further from one than this factor ask for other coordinates
@@ -107,11 +107,11 @@ class HMC(BaseSolver):
             return density
 
         def poor(now: _Drawn) -> Array:
-            return (now.count < TRIES) & ~now.fine
+            return (now.tries < TRIES) & ~now.fine
 
         def attempt(now: _Drawn) -> _Drawn:
             """In coordinates that do not fit, draws are poor; but they say how to change the coordinates."""
-            again = now.count > 0
+            again = now.tries > 0
             at = tree_where(again, affine.with_lower_root(affine.compose(now.at, now.mean, _root(now.cov))), now.at)
             frame = factor.refit(to_user_dtype(at.mean), now.frame, newton.LOCAL_STEPS)
             step = jnp.where(again & (now.accepted < POOR), 0.5, 1.0) * now.step
@@ -122,7 +122,7 @@ class HMC(BaseSolver):
             spread = jnp.linalg.eigvalsh(cov)
             fits = (jnp.max(jnp.abs(mean)) < 2.0) & (spread[0] > 1 / WIDE) & (spread[-1] < WIDE)
             cov = _floored(cov)
-            return _Drawn(at, frame, step, draws, mean, cov, accepted, fits & (accepted > POOR), now.count + 1)
+            return _Drawn(at, frame, step, draws, mean, cov, accepted, fits & (accepted > POOR), now.tries + 1)
 
         empty = jnp.zeros((self.num_chains * self.num_samples, d + size))
         first = _Drawn(
@@ -158,8 +158,8 @@ class HMC(BaseSolver):
             eps = jax.vmap(unravel)(draws[:, d:])
             centre = jax.tree.map(lambda e: jnp.mean(e, axis=0), eps)
             second = {g: jnp.einsum("sri,srj->rij", e - centre[g], e - centre[g]) / len(e) for g, e in eps.items()}
-            local_posterior = moved(frame, centre, second)
-        value = affine.log_evidence(tilted, at, cavity, log_mean)
+            local_posterior = frame.with_moments(centre, second)
+        value = affine.log_evidence(tilted.family, tilted.q, at, cavity, log_mean)
         return Projection(affine.to_family(tilted.family, found), value, accepted, fine, frame, local_posterior)
 
 
@@ -172,7 +172,7 @@ class _Drawn(NamedTuple):
     cov: Array
     accepted: Array
     fine: Array
-    count: Array
+    tries: Array
 
 
 @dataclass(frozen=True)

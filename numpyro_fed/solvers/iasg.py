@@ -13,9 +13,9 @@ from numpyro_fed.normal.curvature import LEAST, largest_curvature, row_norms
 from numpyro_fed.normal.families import Natural
 from numpyro_fed.normal.moments import shrunk_variances
 from numpyro_fed.solvers.base import Tilted
-from numpyro_fed.solvers.linear import Linear, moved, place_at
+from numpyro_fed.solvers.linear import Linear, place_at
 
-Array = Any
+Array = jax.Array
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class IASG(Linear):
         curve_key, power_key, begin_key, key = jax.random.split(key, 4)
         place = place_at(at, cavity, factor, frame)
         scale = jax.lax.rsqrt(jnp.maximum(row_norms(curve_key, place.density, at.mean.shape), LEAST))
-        at = moved(at, jnp.zeros_like(scale), scale)
+        at = affine.compose(at, jnp.zeros_like(scale), scale)
         place = place_at(at, cavity, factor, frame)
         uphill = jax.grad(place.density)
         h = self.step_size / largest_curvature(power_key, uphill, scale.shape)
@@ -80,6 +80,5 @@ class IASG(Linear):
             error = jnp.var(second - 2 * mean * first, axis=0, ddof=1) / self.num_chains
         else:
             error = 2 * variance**2 / num
-        at = moved(at, mean, jnp.sqrt(shrunk_variances(variance, error, self.shrinkage)))
-        with jax.enable_x64(True):
-            return tilted.family.project(at.mean, at.root**2)
+        at = affine.compose(at, mean, jnp.sqrt(shrunk_variances(variance, error, self.shrinkage)))
+        return affine.to_family(tilted.family, at)

@@ -28,7 +28,7 @@ from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
-Array = Any
+Array = jax.Array
 TRIES = 5
 ENOUGH = 0.5  # of the points effective
 BARELY = 0.1  # enough once settled: to change the proposal then would make the map jump
@@ -66,10 +66,10 @@ class Importance(BaseSolver):
         enough = jnp.where(tilted.warming_up, ENOUGH, BARELY)
 
         def unfinished(carry: _Try) -> Array:
-            return (carry.count < TRIES) & ((carry.count < least) | (carry.ess < enough))
+            return (carry.tries < TRIES) & ((carry.tries < least) | (carry.ess < enough))
 
         def attempt(carry: _Try) -> _Try:
-            again = (carry.count > 0) & (carry.ess < enough)
+            again = (carry.tries > 0) & (carry.ess < enough)
             at = affine.compose(carry.at, jnp.zeros(d), jnp.where(again, INFLATION**0.5, 1.0) * jnp.eye(d))
             frame = factor.refit(to_user_dtype(at.mean), carry.frame, newton.LOCAL_STEPS)
             quadratic = affine.pull_back(at, cavity)
@@ -86,8 +86,8 @@ class Importance(BaseSolver):
             few = jnp.clip(1 - ess / (4.0 * d), 0.0, 1.0)
             cov = (1 - few) * cov + few * jnp.eye(d)
             found = affine.with_lower_root(affine.compose(at, mean, _root(cov)))
-            value = affine.log_evidence(tilted, at, cavity, logsumexp(log_w) - np.log(len(eps)))
-            return _Try(found, frame, ess / len(eps), value, carry.count + 1)
+            value = affine.log_evidence(tilted.family, tilted.q, at, cavity, logsumexp(log_w) - np.log(len(eps)))
+            return _Try(found, frame, ess / len(eps), value, carry.tries + 1)
 
         first = _Try(begin, frame, jnp.zeros(()), jnp.zeros(()), jnp.zeros((), int))
         last = jax.lax.while_loop(unfinished, attempt, first)
@@ -107,7 +107,7 @@ class _Try(NamedTuple):
     frame: Any
     ess: Array
     value: Array
-    count: Array
+    tries: Array
 
 
 @in_x64

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from numpyro_fed.local.integrate import Factor
@@ -11,7 +12,7 @@ from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
-Array = Any
+Array = jax.Array
 
 
 @dataclass(frozen=True)
@@ -27,5 +28,5 @@ class Laplace(BaseSolver):
         )
         # over a normal in x the curvature integrates to one
         log_mean = factor.log_f(to_user_dtype(at.mean), frame, nodes)
-        value = affine.log_evidence(tilted, at, cavity, log_mean)
+        value = affine.log_evidence(tilted.family, tilted.q, at, cavity, log_mean)
         return Projection(affine.to_family(tilted.family, at), value, jnp.ones(()), converged, frame)

@@ -41,7 +41,7 @@ from numpyro_fed.precision import in_x64, to_user_dtype
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
-Array = Any
+Array = jax.Array
 PEAK, FLOOR = 0.1, 1e-4  # of the default optimiser's steps, in sds of q
 LEGS = 4  # times that locals are looked for again on the way to the mode
 
@@ -52,15 +52,14 @@ class Place(NamedTuple):
     at: affine.Coordinates  # m and s, (d,), float64
     frame: Any
     log_f: Callable  # of x
-    precision: Array  # the cavity's
-    shift: Array
+    cavity: affine.Quadratic
 
     def density(self, x: Array) -> Array:
         """Of the tilted distribution, but for a constant."""
         return self.with_factor(self.log_f, x)
 
     def with_factor(self, log_f: Callable, x: Array) -> Array:
-        return self.shift @ x - 0.5 * self.precision @ x**2 + log_f(x)
+        return self.cavity(x) + log_f(x)
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,11 @@ class Linear(BaseSolver):
         found = self._found(variance_key, tilted, cavity, factor, at, frame)
         mean, sds = tilted.family.moments(found)
         value = affine.log_evidence(
-            tilted, affine.Coordinates(mean, sds), cavity, factor.log_f(to_user_dtype(mean), frame, factor.nodes(None))
+            tilted.family,
+            tilted.q,
+            affine.Coordinates(mean, sds),
+            cavity,
+            factor.log_f(to_user_dtype(mean), frame, factor.nodes(None)),
         )
         return Projection(found, value, jnp.ones(()), tilted.family.proper(found), frame)
 
@@ -120,20 +123,20 @@ class Linear(BaseSolver):
         self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, frame: Any
     ) -> tuple[affine.Coordinates, Any]:
         """The tilted distribution's mode, in units of q's sds."""
-        at = _coordinates(tilted.family, tilted.q)
+        at = affine.coordinates(tilted.family, tilted.q, dense=False)
         legs = LEGS if factor.eps_shape else 1
         steps = -(-self.num_steps // legs)
         optim = self.optim or optax.adam(optax.cosine_decay_schedule(PEAK, legs * steps, alpha=FLOOR / PEAK), b2=0.95)
 
         def leg(carry: tuple, keys: Array) -> tuple[tuple, None]:
             x, state, frame = carry
-            frame = factor.refit(_here(at, x), frame, newton.LOCAL_STEPS)
+            frame = factor.refit(affine.to_z(at, x), frame, newton.LOCAL_STEPS)
             place = place_at(at, cavity, factor, frame)
 
             def step(carry: tuple, key: Array) -> tuple[tuple, None]:
                 x, state = carry
                 part = factor.part
-                log_f = place.log_f if part is None else lambda x: part(key, _here(at, x))
+                log_f = place.log_f if part is None else lambda x: part(key, affine.to_z(at, x))
                 downhill = jax.grad(lambda x: -place.with_factor(log_f, x))(x)
                 updates, state = optim.update(downhill, state, x)
                 return (optax.apply_updates(x, updates), state), None
@@ -144,7 +147,7 @@ class Linear(BaseSolver):
         x = affine.near_zero(tilted.q.shift.shape[0])
         keys = jax.random.split(key, (legs, steps))
         (x, _, frame), _ = jax.lax.scan(leg, (x, optim.init(x), frame), keys)
-        at = moved(at, x, jnp.ones_like(x))
+        at = affine.compose(at, x, jnp.ones_like(x))
         return at, factor.refit(to_user_dtype(at.mean), frame, newton.LOCAL_STEPS)
 
 
@@ -231,8 +234,8 @@ class NGVI(Linear):
         place = place_at(at, cavity, factor, frame)
         information = _information(start_key, factor, place, self.num_draws)
         # in units of the tilted's sds, as far as they are known now
-        scale = jax.lax.rsqrt(jnp.maximum(place.precision + information, LEAST))
-        at = moved(at, jnp.zeros_like(scale), scale)
+        scale = jax.lax.rsqrt(jnp.maximum(place.cavity.precision + information, LEAST))
+        at = affine.compose(at, jnp.zeros_like(scale), scale)
         place = place_at(at, cavity, factor, frame)
         optim = optax.adam(optax.cosine_decay_schedule(0.05, self.num_updates, alpha=0.01))
 
@@ -240,7 +243,7 @@ class NGVI(Linear):
             x, information, state = carry
             t, key = given
             draw_key, *keys = jax.random.split(key, 3)
-            sds = jax.lax.rsqrt(jnp.maximum(place.precision + information, LEAST))
+            sds = jax.lax.rsqrt(jnp.maximum(place.cavity.precision + information, LEAST))
             away = sds * jax.random.normal(draw_key, x.shape)
             both = jnp.stack([x + away, x - away])
             downhill = jnp.mean(jax.vmap(jax.grad(lambda x: -place.density(x)))(both), axis=0)
@@ -253,42 +256,20 @@ class NGVI(Linear):
         x = jnp.zeros_like(scale)
         given = jnp.arange(self.num_updates), jax.random.split(key, self.num_updates)
         (x, information, _), _ = jax.lax.scan(update, (x, information * scale**2, optim.init(x)), given)
-        at = moved(at, x, jnp.ones_like(x))
+        at = affine.compose(at, x, jnp.ones_like(x))
         return _natural(tilted.family, at, cavity, information, mean_of_precisions=True)
 
 
 # --- coordinates ----------------------------------------------------------------------------------------------------
 
 
-def _coordinates(family: Family, q: Natural) -> affine.Coordinates:
-    """Those of q, without a matrix; where q is improper the model's own."""
-    mean, sds = family.moments(q)
-    proper = family.proper(q)
-    with jax.enable_x64(True):
-        return affine.Coordinates(jnp.where(proper, mean, 0.0), jnp.where(proper, sds, 1.0))
-
-
-@in_x64
-def moved(at: affine.Coordinates, x: Array, scale: Array) -> affine.Coordinates:
-    return affine.Coordinates(at.mean + at.root * x, at.root * scale)
-
-
-def _here(at: affine.Coordinates, x: Array) -> Array:
-    here = to_user_dtype(at)
-    return here.mean + here.root * x
-
-
 def place_at(at: affine.Coordinates, cavity: Natural, factor: Factor, frame: Any) -> Place:
     nodes = factor.nodes(None)
 
-    @in_x64
-    def seen(at: affine.Coordinates, cavity: Natural) -> tuple[Array, Array]:
-        return at.root**2 * cavity.precision, at.root * (cavity.shift - cavity.precision * at.mean)
-
     def log_f(x: Array) -> Array:
-        return factor.log_f(_here(at, x), frame, nodes)
+        return factor.log_f(affine.to_z(at, x), frame, nodes)
 
-    return Place(at, frame, log_f, *to_user_dtype(seen(at, cavity)))
+    return Place(at, frame, log_f, affine.pull_back(at, cavity))
 
 
 def _natural(
@@ -313,12 +294,12 @@ def _squared(key: Array, factor: Factor, place: Place, x: Array) -> Array:
     """One term of the diagonal Fisher information at x, in units of ``place``."""
     if factor.redrawn is None:  # the server's prior: its own curvature
         return curvature(key, lambda away: place.log_f(x + away), x.shape, 1)
-    return (to_user_dtype(place.at.root) * factor.redrawn(key, _here(place.at, x), place.frame)) ** 2
+    return (to_user_dtype(place.at.root) * factor.redrawn(key, affine.to_z(place.at, x), place.frame)) ** 2
 
 
 def _information(key: Array, factor: Factor, place: Place, num_draws: int) -> Array:
     """The diagonal Fisher information at the origin of ``place``."""
-    zero = jnp.zeros(place.shift.shape)
+    zero = jnp.zeros(place.cavity.shift.shape)
     one = lambda key: _squared(key, factor, place, zero)
     each = jax.lax.map(one, jax.random.split(key, num_draws), batch_size=factor.batch_of(num_draws))
     return jnp.mean(each, axis=0)

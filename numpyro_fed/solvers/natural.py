@@ -21,7 +21,7 @@ from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
-Array = Any
+Array = jax.Array
 HALVINGS = 10
 
 

@@ -16,7 +16,7 @@ import numpyro_fed as nf
 
 ADAM, SGD = optax.adam(0.02), optax.sgd(0.05)
 FISHER = nf.solvers.Fisher(num_draws=4, num_steps=5)
-SAMPLES = dict(num_samples=4, burn_in=3, steps_per_sample=2)
+SAMPLES = dict(num_samples=4, num_warmup=3, thinning=2)
 
 
 def counties(county, num_counties, x, y=None):
@@ -72,6 +72,6 @@ METHODS: dict[str, Row] = {
     "PVI": Row(nf.PVI(homes, tolerance=0), sites=True),
     "EP, Fisher": Row(nf.EP(homes, family="diagonal", solver=FISHER, tolerance=0), sites=True),
     "SEP": Row(nf.SEP(homes, family="diagonal", solver="identity", tolerance=0)),
-    "FedPA": Row(nf.FedPA(homes, optim=SGD, server_optim=SGD, batch_size=2, rho=0.1, burn_in_rounds=1, **SAMPLES)),
+    "FedPA": Row(nf.FedPA(homes, optim=SGD, server_optim=SGD, batch_size=2, rho=0.1, averaging_rounds=1, **SAMPLES)),
     "FedAvg": Row(nf.FedAvg(homes, optim=SGD, local_steps=2, batch_size=3), point=True),
 }
