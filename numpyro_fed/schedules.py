@@ -208,7 +208,7 @@ def asynchronous(speeds: Mapping[str, float] | None = None, spread: float = 0.5)
         spread: sd of the logarithm of a duration. At 0 silos of one speed finish in turns.
 
     >>> asynchronous({"leeds": 3}, spread=0.1).cohorts(jax.random.key(0), ("leeds", "york"), 0, 8)[:, 0].tolist()
-    [0, 0, 1, 0, 0, 0, 1, 0]
+    [0, 0, 0, 1, 0, 0, 1, 0]
     """
     if speeds is not None and not isinstance(speeds, Mapping):
         raise TypeError(f"speeds is a {type(speeds).__name__}; give a dict of names: speeds={{'leeds': 3.0}}")

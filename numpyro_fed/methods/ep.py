@@ -29,7 +29,7 @@ class EP(Factorised):
         local, shared: names of sites or plates, where the automatic partition is to be overridden.
 
     Example:
-        >>> fit = nf.EP(model).run(jax.random.key(0), silos)
+        >>> fit = nf.EP(model).run(jax.random.key(0), silos, progress_bar=False)
         >>> fit.summary().index.tolist()
         ['beta[0]', 'beta[1]']
     """

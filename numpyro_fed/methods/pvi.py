@@ -30,7 +30,7 @@ class PVI(Factorised):
         server_optim, tolerance, local, shared: as for :class:`~numpyro_fed.EP`.
 
     Example:
-        >>> fit = nf.PVI(model).run(jax.random.key(0), silos, schedule="sequential")
+        >>> fit = nf.PVI(model).run(jax.random.key(0), silos, schedule="sequential", progress_bar=False)
         >>> fit.summary().index.tolist()
         ['beta[0]', 'beta[1]']
     """
