@@ -72,6 +72,8 @@ METHODS: dict[str, Row] = {
     "PVI": Row(nf.PVI(homes, tolerance=0), sites=True),
     "EP, Fisher": Row(nf.EP(homes, family="diagonal", solver=FISHER, tolerance=0), sites=True),
     "SEP": Row(nf.SEP(homes, family="diagonal", solver="identity", tolerance=0)),
-    "FedPA": Row(nf.FedPA(homes, optim=SGD, server_optim=SGD, batch_size=2, shrinkage=0.1, averaging_rounds=1, **SAMPLES)),
+    "FedPA": Row(
+        nf.FedPA(homes, optim=SGD, server_optim=SGD, batch_size=2, shrinkage=0.1, averaging_rounds=1, **SAMPLES)
+    ),
     "FedAvg": Row(nf.FedAvg(homes, optim=SGD, local_steps=2, batch_size=3), point=True),
 }
