@@ -13,10 +13,10 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env test lint types tests doctests demo bench docs format clean
+.PHONY: help env test test-slow lint types tests doctests demo bench docs format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 env: $(STAMP)  ## create .venv with the locked versions and this package in it
 
@@ -27,7 +27,7 @@ $(STAMP): requirements.lock pyproject.toml
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test: lint types tests doctests  ## everything that must pass
+test: lint types tests doctests  ## what must pass before a merge, in ten minutes
 
 lint: $(STAMP)  ## style and common mistakes
 	$(RUN) -m ruff check .
@@ -39,14 +39,21 @@ types: $(STAMP)  ## static types
 # ArviZ notes once a day that it has warned; two workers doing so at once could collide, so one goes first.
 FIRST_IMPORT := $(RUN) -W ignore -c 'import arviz'
 
-tests: $(STAMP)  ## the test suite, slow tests too
+# A method's tests share its runs, and a file's tests their programs: they stay in one process.
+PYTEST := $(RUN) -m pytest -n 2 --dist loadgroup
+
+tests: $(STAMP)  ## the test suite without slow tests
 	@$(FIRST_IMPORT)
-	$(RUN) -m pytest -n 2 --dist worksteal tests
+	$(PYTEST) -m "not slow" tests
+
+test-slow: $(STAMP)  ## slow tests: experiments of papers, accuracy, examples, every kind of model
+	@$(FIRST_IMPORT)
+	$(PYTEST) -m slow tests
 
 # On their own: the doctests run in the plain settings of a user, the tests in strict ones.
 doctests: $(STAMP)  ## the examples in the docstrings
 	@$(FIRST_IMPORT)
-	$(RUN) -m pytest -n 2 --dist worksteal --doctest-modules numpyro_fed
+	$(PYTEST) --doctest-modules numpyro_fed
 
 demo: $(STAMP)  ## the six cities example, from data to comparison
 	$(RUN) examples/six_cities.py

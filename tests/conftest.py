@@ -30,6 +30,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry:UserWarning")
 
 
+# Tests that share nothing: any worker may take one. Those of other files stay together, and share compiled programs.
+FREE = ("test_split_model", "test_partition", "test_survey", "test_enumeration", "test_bad_inputs")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem not in FREE and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture
 def x64():
     """Float64 for one test; the default, float32, is tested as well."""

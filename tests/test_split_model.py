@@ -19,7 +19,7 @@ from numpyro_fed.data import stack as stack_module
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.padding import SiloData, silo_data
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.stack import bucket_names, stack_of
+from numpyro_fed.data.stack import Stack, bucket_names, stack_of
 from numpyro_fed.model import certificate
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.certificate import certify
@@ -44,8 +44,12 @@ def run(function: Any, *args: Any) -> Any:
 
 def padded_data(silos: Silos, split: SplitModel) -> dict[str, SiloData]:
     """Each silo's data as its bucket pads them."""
-    stack = stack_of(silos, silos, split.spec, split.partition.axes)
+    stack = stack_for(silos, split)
     return {name: stack.data(name) for name in silos.names}
+
+
+def stack_for(silos: Silos, split: SplitModel) -> Stack:
+    return stack_of(silos, silos, split.spec, split.partition.axes)
 
 
 def random_point(split: SplitModel, data: dict[str, SiloData], seed: int = 0) -> Point:
@@ -66,10 +70,9 @@ def real_rows(split: SplitModel, local: dict[str, Any], mask: dict[str, Any]) ->
     return {group.name: local[group.name][np.asarray(split.row_mask(group, mask))] for group in split.groups}
 
 
-def terms(split: SplitModel, silos: Silos, point: Point) -> tuple[Any, dict[str, Any]]:
+def terms(split: SplitModel, stack: Stack, point: Point) -> tuple[Any, dict[str, Any]]:
     """log_prior, and log_silo by name, computed as an engine does: bucket by bucket, vmapped."""
     found: dict[str, Any] = {}
-    stack = stack_of(silos, silos, split.spec, split.partition.axes)
     for bucket, arrays in zip(stack.buckets, stack.arrays, strict=True):
         local = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(point.local[name] for name in bucket.names))
         log_silo = lambda z_local, args, mask: split.log_silo(
@@ -112,69 +115,83 @@ def _case_at_random(name: str, x64: bool) -> tuple[Case, Silos, SplitModel, dict
 # --- exactness ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_sum_of_terms_is_the_pooled_log_density(name: str) -> None:
-    """In float32; and gradients are finite, those of padded rows zero."""
+SOME = ["glmm", "long format", "nested plates", "crossed own plates", "obs_mask", "reshape", "weights"]
+DISCRETE = [name for name, case in MODELS.items() if case.enumerated_sites]
+
+
+class Exactness(NamedTuple):
+    """One program a model."""
+
+    ours: Any  # log_prior + sum of log_silo
+    theirs: Any  # NumPyro's log density of the pooled model
+    gradient: Point  # of ours
+    together: tuple[Any, dict[str, Any]]  # log_prior, and log_silo by name
+    apart: tuple[Any, dict[str, Any]] | None  # the same with silos in another order, each padded by itself
+
+
+def computed(name: str) -> tuple[SplitModel, dict[str, SiloData], Exactness]:
     case, silos, split, data, point = case_at_random(name)
     cut = {silo: real_rows(split, point.local[silo], data[silo].mask) for silo in silos.names}
+    alone, moved = None, point
+    if name in (*SOME, *DISCRETE):
+        assert any(not np.all(mask) for one in data.values() for mask in one.mask.values()), "nothing is padded here"
+        alone, moved = otherwise_padded(split, silos, point, cut)
 
-    def both(point: Point, cut: dict[str, Any]) -> Any:
-        ours, gradient = jax.value_and_grad(lambda point: total(*terms(split, silos, point)))(point)
-        return ours, pooled_log_density(case, split, silos, point, cut), gradient
+    def everything(point: Point, cut: dict[str, Any], moved: Point) -> Exactness:
+        def ours(point: Point) -> Any:
+            found = terms(split, stack_for(silos, split), point)
+            return found[0] + sum(found[1].values()), found
 
-    ours, theirs, gradient = run(both, point, cut)
-    assert np.isfinite(theirs)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+        (value, together), gradient = jax.value_and_grad(ours, has_aux=True)(point)
+        theirs = pooled_log_density(case, split, silos, point, cut)
+        apart = None if alone is None else terms(split, alone, moved)
+        return Exactness(value, theirs, gradient, together, apart)
+
+    return split, data, run(everything, point, cut, moved)
+
+
+def otherwise_padded(split: SplitModel, silos: Silos, point: Point, cut: dict[str, Any]) -> tuple[Stack, Point]:
+    """Silos backwards, each in a bucket of its own; the same values in real rows, others in padded ones."""
+    backwards = Silos({silo: silos.own(silo) for silo in reversed(silos.names)}, shared=silos.shared)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stack_module, "bucket_names", lambda names, axes: [[name] for name in names])
+        stack = stack_for(backwards, split)
+    data = {name: stack.data(name) for name in silos.names}
+    local = random_point(split, data, seed=1).local
+    for silo in silos.names:
+        for group in split.groups:
+            local[silo][group.name][np.asarray(split.row_mask(group, data[silo].mask))] = cut[silo][group.name]
+    return stack, point._replace(local=local)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sum_of_terms_is_the_pooled_log_density(name: str, x64: None) -> None:
+    """To ten digits; gradients are finite, those of padded rows zero; padding, buckets and order change nothing."""
+    split, data, found = computed(name)
+    assert found.ours.dtype == np.float64 and np.isfinite(found.theirs)
+    np.testing.assert_allclose(found.ours, found.theirs, rtol=1e-10)
+    check_gradient(split, data, found.gradient)
+    if found.apart is not None:
+        np.testing.assert_allclose(found.together[0], found.apart[0], rtol=1e-12)
+        for silo in data:
+            np.testing.assert_allclose(found.together[1][silo], found.apart[1][silo], rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", [*SOME, "class and intercept"])
+def test_sum_of_terms_in_float32(name: str) -> None:
+    split, data, found = computed(name)
+    assert found.ours.dtype == np.float32
+    np.testing.assert_allclose(found.ours, found.theirs, rtol=1e-5)
+    check_gradient(split, data, found.gradient)
+
+
+def check_gradient(split: SplitModel, data: dict[str, SiloData], gradient: Point) -> None:
     for leaf in jax.tree.leaves(gradient):
         assert np.all(np.isfinite(leaf))
     for silo, one in data.items():
         for group in split.groups:
             padded_rows = ~np.asarray(split.row_mask(group, one.mask))
             assert not np.any(np.asarray(gradient.local[silo][group.name])[padded_rows])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_sum_of_terms_is_the_pooled_log_density_to_ten_digits(name: str, x64: None) -> None:
-    case, silos, split, data, point = case_at_random(name)
-    cut = {silo: real_rows(split, point.local[silo], data[silo].mask) for silo in silos.names}
-
-    def both(point: Point, cut: dict[str, Any]) -> Any:
-        return total(*terms(split, silos, point)), pooled_log_density(case, split, silos, point, cut)
-
-    ours, theirs = run(both, point, cut)
-    assert ours.dtype == np.float64
-    assert np.isfinite(theirs)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-10)
-
-
-def total(prior: Any, silo: dict[str, Any]) -> Any:
-    return prior + sum(silo.values())
-
-
-SOME = ["glmm", "long format", "nested plates", "crossed own plates", "obs_mask", "reshape", "weights"]
-DISCRETE = [name for name, case in MODELS.items() if case.enumerated_sites]
-
-
-@pytest.mark.parametrize("name", [*SOME, *DISCRETE])
-def test_padding_buckets_and_order_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silo's term is its own, however its bucket is padded and wherever it stands."""
-    _, silos, split, data, point = case_at_random(name)
-    assert any(not np.all(mask) for one in data.values() for mask in one.mask.values()), "nothing is padded here"
-    together = run(lambda point: terms(split, silos, point), point)
-
-    monkeypatch.setattr(stack_module, "bucket_names", lambda names, axes: [[name] for name in names])
-    backwards = Silos({silo: silos.own(silo) for silo in reversed(silos.names)}, shared=silos.shared)
-    alone = padded_data(backwards, split)
-    local = random_point(split, alone, seed=1).local
-    for silo in silos.names:  # the same values in real rows, others in padded ones
-        for group in split.groups:
-            rows = np.asarray(split.row_mask(group, alone[silo].mask))
-            local[silo][group.name][rows] = real_rows(split, point.local[silo], data[silo].mask)[group.name]
-    apart = run(lambda point: terms(split, backwards, point), point._replace(local=local))
-
-    np.testing.assert_allclose(together[0], apart[0], rtol=1e-6)
-    for silo in silos.names:
-        np.testing.assert_allclose(together[1][silo], apart[1][silo], rtol=1e-5)
 
 
 def test_active_elements_are_those_that_the_density_depends_on() -> None:
@@ -343,7 +360,7 @@ def test_rows_may_mix_in_silos_of_equal_size(model: Any) -> None:
     """There no row need be padded, and none is, though 5 would be rounded up to 8 for speed."""
     silos = Silos([dict(y=normal(0, 5)), dict(y=normal(1, 5))])
     split = split_model(model, silos)
-    ((args, _),) = stack_of(silos, silos, split.spec, split.partition.axes).arrays
+    ((args, _),) = stack_for(silos, split).arrays
     assert args[0].shape == (2, 5)
 
 
@@ -356,7 +373,7 @@ def test_lengths_are_rounded_up_where_rows_do_not_mix() -> None:
 
     silos = Silos([dict(y=normal(0, 13)), dict(y=normal(1, 13))])
     split = split_model(model, silos)
-    ((args, _),) = stack_of(silos, silos, split.spec, split.partition.axes).arrays
+    ((args, _),) = stack_for(silos, split).arrays
     assert args[0].shape == (2, 16)
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 
 import numpyro_fed as nf
@@ -31,7 +32,8 @@ class Sealed:
 
 def sealed(silos: nf.Silos) -> nf.Silos:
     closed = silos.only(*silos.names)
+    seal = lambda name, leaf: leaf if isinstance(leaf, int) else Sealed(name, leaf)
     closed._data = {
-        name: {k: v if isinstance(v, int) else Sealed(name, v) for k, v in silos.own(name).items()} for name in silos
+        name: jax.tree.map(lambda leaf, name=name: seal(name, leaf), silos.own(name)) for name in silos.names
     }
     return closed
