@@ -37,7 +37,7 @@ def silos() -> nf.Silos:
 
 def given(method: Any, silos: nf.Silos, mean: Any, covariance: Any, theta: dict | None = None) -> Fit:
     """A fit with this posterior of the globals and this theta; no round was run."""
-    split, _, stack, phase, posterior = compiled(method, silos)
+    split, survey, stack, phase, posterior = compiled(method, silos)
     fresh, states = Vmap().start(phase.algorithm, KEY, stack)
     root = np.linalg.cholesky(covariance)
     dtype = jnp.zeros(()).dtype
@@ -49,7 +49,7 @@ def given(method: Any, silos: nf.Silos, mean: Any, covariance: Any, theta: dict 
     padded = tuple(bucket.lengths for bucket in stack.buckets)
     state = State(type(method).__name__, silos.names, buckets, server, states, 0)
     history = {"loss": np.array([1.0]), "bytes_up": np.array([10]), "bytes_down": np.array([20])}
-    return Fit(posterior, split, state, history, 0.1, padded, silos, again=method.again())
+    return Fit(posterior, split, state, history, 0.1, padded, silos, survey=survey, again=method.again())
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +186,8 @@ def test_errors_teach(exact: Fit, corrected: Fit, silos: nf.Silos, tmp_path: Pat
     guide = nf.guides.StructuredNormal(global_guide=AutoIAFNormal, coupling=False)
     sfvi = nf.SFVI(model, guide=guide)
     server = sfvi.again().prepare(KEY, silos).state.server
-    flow = replace(
-        exact, posterior=sfvi.posterior_of(exact.split), state=exact.state._replace(method="SFVI", server=server)
-    )
+    guided = sfvi.posterior_of(exact.split, exact.survey)
+    flow = replace(exact, posterior=guided, state=exact.state._replace(method="SFVI", server=server))
     with pytest.raises(ValueError, match=r"nf\.SFVI with .*AutoIAFNormal.* has no normal posterior.*nf\.EP"):
         flow.normal()
     with pytest.raises(TypeError, match=r"starts from a normal.*nf\.SFVI with .*AutoIAFNormal.*fit with nf\.EP"):

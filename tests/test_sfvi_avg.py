@@ -181,7 +181,7 @@ def test_absent_silos_count_their_own_steps():
     )
     horizon = fit.state.silo("0")[0].opt_state[1].horizon
     assert int(horizon) == 10
-    assert np.all(np.sum(np.isfinite(fit.history["disagreement"]), axis=1) == 1), "of the one that was asked"
+    assert np.all(np.sum(np.isfinite(fit.history["disagreement"][-6:]), axis=1) == 1), "of the one that was asked"
 
 
 def test_crossed_rows_are_counted_once():

@@ -71,7 +71,7 @@ def reliability(probs: ArrayLike, labels: ArrayLike, num_bins: int = 15) -> pd.D
         1   0.25   0.50         NaN       NaN      0
         2   0.50   0.75        0.70       1.0      1
         3   0.75   1.00        0.85       0.5      2
-        >>> reliability(...).plot("confidence", "accuracy", marker="o")  # doctest: +SKIP
+        >>> axes = reliability([0.9, 0.8, 0.3], [1, 0, 0]).plot("confidence", "accuracy", marker="o")
     """
     if isinstance(num_bins, bool) or not isinstance(num_bins, int | np.integer) or num_bins < 1:
         raise ValueError(f"num_bins must be an int of at least 1, got {num_bins!r}")

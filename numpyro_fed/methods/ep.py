@@ -29,7 +29,9 @@ class EP(Factorised):
         local, shared: names of sites or plates, where the automatic partition is to be overridden.
 
     Example:
-        >>> fit = nf.EP(model).run(jax.random.key(0), silos)  # doctest: +SKIP
+        >>> fit = nf.EP(model).run(jax.random.key(0), silos)
+        >>> fit.summary().index.tolist()
+        ['beta[0]', 'beta[1]']
     """
 
     def _check_solver(self, solver: Any) -> Solver:

@@ -45,7 +45,9 @@ class FedAvg(Averaging):
     ``fit.sample`` repeats the point; ``fit.params`` has the model's params (``flax`` modules by ``nnx_module``).
 
     Example:
-        >>> fit = nf.FedAvg(model, batch_size=20, optim=optax.sgd(0.1)).run(key, silos, 100)  # doctest: +SKIP
+        >>> fit = nf.FedAvg(model, batch_size=20, optim=optax.sgd(0.1)).run(jax.random.key(0), silos, 100)
+        >>> fit.sample(jax.random.key(1), 1)["beta"].shape
+        (1, 2)
     """
 
     def _rounds(self, sweep: int) -> int:

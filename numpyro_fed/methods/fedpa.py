@@ -115,7 +115,9 @@ class FedPA(Averaging):
     at the mode.
 
     Example:
-        >>> fit = nf.FedPA(model).run(jax.random.key(0), silos)  # doctest: +SKIP
+        >>> fit = nf.FedPA(model).run(jax.random.key(0), silos, 10)
+        >>> fit.normal().covariance.shape
+        (2, 2)
     """
 
     sampler: Any = "iasg"

@@ -94,8 +94,10 @@ class Independent(SFVI):
 
     ``run`` returns ``{silo: Fit}``, which goes straight into a comparison:
 
-        >>> fits = nf.Independent(model).run(jax.random.key(0), silos)  # doctest: +SKIP
-        >>> nf.compare({"together": fit, **fits}, reference=ref)  # doctest: +SKIP
+        >>> fits = nf.Independent(model).run(jax.random.key(0), silos, 300)
+        >>> comparison = nf.compare({"together": fit, **fits}, reference=ref)
+        >>> comparison.table["method"].unique().tolist()
+        ['together', 'leeds', 'york']
     """
 
     def compile(self, split: SplitModel, survey: Survey, plan: Plan) -> Program:

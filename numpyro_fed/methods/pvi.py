@@ -30,7 +30,9 @@ class PVI(Factorised):
         server_optim, tolerance, local, shared: as for :class:`~numpyro_fed.EP`.
 
     Example:
-        >>> fit = nf.PVI(model).run(jax.random.key(0), silos, schedule="sequential")  # doctest: +SKIP
+        >>> fit = nf.PVI(model).run(jax.random.key(0), silos, schedule="sequential")
+        >>> fit.summary().index.tolist()
+        ['beta[0]', 'beta[1]']
     """
 
     sweeps: ClassVar[int] = 20

@@ -74,7 +74,9 @@ class SFVI(Method):
         local, shared: names of sites or plates, where the automatic partition is to be overridden.
 
     Example:
-        >>> fit = nf.SFVI(model).run(jax.random.key(0), silos)  # doctest: +SKIP
+        >>> fit = nf.SFVI(model).run(jax.random.key(0), silos, 500)
+        >>> fit.sample(jax.random.key(1), 100)["beta"].shape
+        (100, 2)
     """
 
     guide: Any = None

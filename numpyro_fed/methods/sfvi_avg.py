@@ -94,7 +94,9 @@ class SFVIAvg(SFVI):
     with :class:`~numpyro_fed.SFVI`, ``run(..., init_state=fit)``.
 
     Example:
-        >>> fit = nf.SFVIAvg(model, local_steps=200).run(jax.random.key(0), silos, 20)  # doctest: +SKIP
+        >>> fit = nf.SFVIAvg(model, local_steps=200).run(jax.random.key(0), silos, 5)
+        >>> fit.history["disagreement"].shape  # rounds, the start's included, and silos
+        (..., 2)
     """
 
     local_steps: int = 100

@@ -34,8 +34,7 @@ class Runs:
     """Of one method of the table, in float64: what the laws claim is exactness."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.row = name, METHODS[name]
-        self.method = self.row.method
+        self.method = METHODS[name]
 
     def run(self, silos: nf.Silos, num_rounds: int = 2 * HALF, **options: Any) -> nf.Fit:
         return self.method.run(KEY, silos, num_rounds, progress_bar=False, **options)

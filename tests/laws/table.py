@@ -4,7 +4,7 @@ The laws are in the test files beside this one. A method's optimiser is given wh
 become smaller over all rounds of a run, so that two halves are not one run.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +14,10 @@ import optax
 
 import numpyro_fed as nf
 
-ADAM, SGD = optax.adam(0.02), optax.sgd(0.05)
+# Near a mode Adam divides rounding by rounding: after a search for a start steps are plain.
+ADAM, SGD = optax.adam(0.02), optax.sgd(0.01)
 FISHER = nf.solvers.Fisher(num_draws=4, num_steps=5)
-SAMPLES = dict(num_samples=4, num_warmup=3, thinning=2)
+SAMPLES = dict(batch_size=2, num_samples=4, num_warmup=3, thinning=2)
 
 
 def counties(county, num_counties, x, y=None):
@@ -36,8 +37,8 @@ def homes(x, y=None):
         numpyro.sample("y", dist.Normal(beta[0] + beta[1] * x, 1), obs=y)
 
 
-# Homes of each county: silos of 4, 24 and 6 homes, too unequal for one bucket.
-SIZES = {"leeds": (1, 3), "york": (9, 2, 6, 7), "hull": (4, 2)}
+# Homes of each county: silos of 4, 40 and 6 homes, too unequal for one bucket.
+SIZES = {"leeds": (1, 3), "york": (17, 2, 6, 7, 8), "hull": (4, 2)}
 
 
 def silos_for(model: Any, *names: str) -> nf.Silos:
@@ -55,25 +56,15 @@ def silos_for(model: Any, *names: str) -> nf.Silos:
     return nf.Silos({name: found[name] for name in names or SIZES})
 
 
-class Row(NamedTuple):
-    """A method, and what the laws must know of it."""
-
-    method: Any
-    sites: bool = False  # its server holds a factor for each silo
-    point: bool = False  # it has no spread
-
-
-METHODS: dict[str, Row] = {
-    "SFVI": Row(nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=2)),
-    "SFVI, minibatches": Row(nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=0, batch_size=1)),
-    "SFVI, no locals": Row(nf.SFVI(homes, optim=ADAM, num_particles=2)),
-    "SFVIAvg": Row(nf.SFVIAvg(counties, optim=ADAM, importance_samples=1, start_rounds=1, local_steps=3)),
-    "EP": Row(nf.EP(counties, tolerance=0), sites=True),
-    "PVI": Row(nf.PVI(homes, tolerance=0), sites=True),
-    "EP, Fisher": Row(nf.EP(homes, family="diagonal", solver=FISHER, tolerance=0), sites=True),
-    "SEP": Row(nf.SEP(homes, family="diagonal", solver="identity", tolerance=0)),
-    "FedPA": Row(
-        nf.FedPA(homes, optim=SGD, server_optim=SGD, batch_size=2, shrinkage=0.1, averaging_rounds=1, **SAMPLES)
-    ),
-    "FedAvg": Row(nf.FedAvg(homes, optim=SGD, local_steps=2, batch_size=3), point=True),
+METHODS: dict[str, Any] = {
+    "SFVI": nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=0),
+    "SFVI, minibatches": nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=0, batch_size=1),
+    "SFVI, no locals": nf.SFVI(homes, optim=SGD, num_particles=2),
+    "SFVIAvg": nf.SFVIAvg(counties, optim=SGD, importance_samples=1, start_rounds=1, local_steps=3),
+    "EP": nf.EP(counties, tolerance=0),
+    "PVI": nf.PVI(homes, tolerance=0),
+    "EP, Fisher": nf.EP(homes, family="diagonal", solver=FISHER, tolerance=0),
+    "SEP": nf.SEP(homes, family="diagonal", solver="identity", tolerance=0),
+    "FedPA": nf.FedPA(homes, optim=SGD, server_optim=SGD, shrinkage=0.1, averaging_rounds=1, **SAMPLES),
+    "FedAvg": nf.FedAvg(homes, optim=SGD, local_steps=2, batch_size=3),
 }

@@ -1,6 +1,7 @@
 """What holds for every method."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +21,17 @@ def own_states(runs: Runs, fit: nf.Fit) -> dict:
     return {name: fit.state.silo(name)[0] for name in runs.silos.names}
 
 
-def sites_apart(runs: Runs, fit: nf.Fit) -> tuple:
-    """The server's state without what it holds for each silo, and that by name."""
-    server, names = fit.state.server, fit.state.names
-    if not runs.row.sites:
-        return server, {}
-    held, own = (server.sites.each, server.visits, server.moving), {}
-    for j, name in enumerate(names):
-        own[name] = jax.tree.map(lambda leaf, j=j: leaf[j], held)
-    return server._replace(sites=server.sites._replace(each=()), visits=(), moving=()), own
+def in_order(runs: Runs, fit: nf.Fit) -> Any:
+    """The server's state with the silos in the order of the table."""
+    if not hasattr(fit.posterior, "reordered"):
+        return fit.state.server
+    return fit.posterior.reordered(fit.state.server, [fit.state.names.index(name) for name in runs.silos.names])
+
+
+def site(fit: nf.Fit, name: str) -> Any:
+    """The factor that the server holds for a silo; None of a method without."""
+    factors = fit.posterior.sites(fit.state.server) if hasattr(fit.posterior, "sites") else None
+    return None if factors is None else jax.tree.map(lambda leaf: leaf[fit.state.names.index(name)], factors.each)
 
 
 def test_engines_agree(runs: Runs) -> None:
@@ -49,9 +52,7 @@ def test_nothing_is_read_outside_of_its_silo(runs: Runs) -> None:
 
 
 def test_the_order_of_silos_changes_nothing(runs: Runs) -> None:
-    (one, held), (other, held_other) = (sites_apart(runs, fit) for fit in (runs.whole, runs.turned))
-    close(one, other)
-    close(held, held_other)
+    close(in_order(runs, runs.whole), in_order(runs, runs.turned))
     close(own_states(runs, runs.whole), own_states(runs, runs.turned))
 
 
@@ -77,12 +78,9 @@ def test_an_interrupted_run_is_a_shorter_one(runs: Runs) -> None:
 def test_only_the_cohort_moves(runs: Runs) -> None:
     """Nobody else by a bit: neither parameters nor optimiser, nor the site that the server holds."""
     before, after = (own_states(runs, fit) for fit in (runs.whole, runs.cohort))
-    _, held = sites_apart(runs, runs.whole)
-    _, held_after = sites_apart(runs, runs.cohort)
     for name in ("leeds", "hull"):
         same(before[name], after[name])
-        if runs.row.sites:
-            same(held[name][0], held_after[name][0])
+        same(site(runs.whole, name), site(runs.cohort, name))
     moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), runs.whole.state.server, runs.cohort.state.server)
     assert any(jax.tree.leaves(moved))
 
@@ -106,7 +104,7 @@ def hubs() -> dict:
 def hub(hubs: dict, runs: Runs) -> tuple[nf.SFVI, nf.Fit]:
     method = Runs("SFVI" if runs.method.model is counties else "SFVI, no locals").method
     if method not in hubs:
-        hubs[method] = method.run(KEY, runs.silos, 500, progress_bar=False)
+        hubs[method] = method.run(KEY, runs.silos, 1000, progress_bar=False)
     return method, hubs[method]
 
 
@@ -127,11 +125,12 @@ def test_a_fit_of_another_method_is_a_start(runs: Runs, hubs: dict) -> None:
 
 
 def test_another_method_starts_from_its_fit(runs: Runs, hubs: dict) -> None:
-    """What it hands on is the mean of its draws; steps of the other method are a fiftieth of its sds."""
+    """What it hands on is the mean of its draws, and the other's first step is taken from there."""
     mean, sd = mean_and_sd(runs.whole)
     keys = jax.random.split(KEY, 400)
     draws = jax.vmap(lambda key: runs.whole.posterior.sample(key, runs.whole.state.server))(keys)
     np.testing.assert_array_less(np.abs(jnp.mean(draws, axis=0) - mean), 4 * sd / 20)  # standard error 1 / 20
     method, _ = hub(hubs, runs)
     fit = method.run(KEY, runs.silos, 1, init_state=runs.whole, progress_bar=False)
-    np.testing.assert_array_less(np.abs(mean_and_sd(fit)[0] - mean), 0.1 * sd)
+    # a step is a fiftieth of a unit: of the fit's sds, or of its own units if it has the same guide
+    np.testing.assert_array_less(np.abs(mean_and_sd(fit)[0] - mean), np.maximum(0.1 * sd, 0.021))

@@ -1,0 +1,68 @@
+"""A loss that is not finite: the last good round is found, whenever it was, in few steps."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
+from numpyro_fed.data.axis import Axis
+from numpyro_fed.data.padding import call_spec
+from numpyro_fed.data.stack import Stack, stack_of
+from numpyro_fed.engines.vmap import Vmap
+from numpyro_fed.run.diagnose import all_finite, last_good
+
+KEY = jax.random.key(0)
+
+
+def breaks(state: int, loss: int) -> FederatedAlgorithm:
+    """A server that counts its rounds: round ``state`` leaves NaN in it, and round ``loss`` tells."""
+
+    def server_step(key: Any, server: Any, found: Any) -> Any:
+        at, value = server
+        told = jnp.where(at >= loss, jnp.nan, 0.0)
+        return (at + 1, jnp.where(at >= state, jnp.nan, value + found)), {"loss": told}
+
+    return FederatedAlgorithm(
+        init=lambda key: (jnp.zeros((), jnp.int32), jnp.zeros(())),
+        init_silo=lambda key, broadcast, data: (),
+        broadcast=lambda key, server: Broadcast(()),
+        silo_step=lambda key, broadcast, silo, data: (jnp.sum(data.args[0]), silo),
+        aggregate=lambda messages, cohort: jnp.sum(messages),
+        server_step=server_step,
+    )
+
+
+class Counting(Vmap):
+    calls = 0
+
+    def rounds(self, *args: Any, **options: Any) -> Any:
+        type(self).calls += 1
+        return super().rounds(*args, **options)
+
+
+@pytest.fixture
+def stack() -> Stack:
+    silos = nf.Silos([dict(x=np.ones(2, np.float32))] * 2)
+    axes = (Axis("rows", ("x",), (), {name: 2 for name in silos.names}),)
+    return stack_of(silos, silos, call_spec(silos, axes), axes)
+
+
+@pytest.mark.parametrize(
+    ("state", "loss"), [(100, 100), (99, 100), (0, 0), (0, 400), (1, 400), (377, 400), (399, 400)], ids=str
+)
+def test_the_last_good_round_is_found(stack: Stack, state: int, loss: int) -> None:
+    """Rounds before ``state`` leave numbers; the search asks for about log2 of 512 rounds, and mostly for two."""
+    engine, algorithm = Counting(), breaks(state, loss)
+    server, states = engine.start(algorithm, KEY, stack)
+    chunk = (algorithm, KEY, stack, server, states, 0, None)
+    _, _, info = engine.rounds(*chunk, 512, "least")
+    assert int(np.flatnonzero(~np.isfinite(info["loss"]))[0]) == loss
+    Counting.calls = 0
+    good, (server, _, info) = last_good(engine, chunk, loss, "least")
+    assert good == state and int(server[0]) == state and all_finite(server)
+    assert float(server[1]) == 4 * state and len(info["loss"]) == state
+    assert Counting.calls <= (2 if state >= loss else 11)
