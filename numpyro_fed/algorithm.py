@@ -106,7 +106,7 @@ class FederatedAlgorithm(NamedTuple):
 class Left(NamedTuple):
     """What phases leave behind, for those after them and for the fit."""
 
-    warm: Any = None  # a WarmStart (numpyro_fed.run.warm_start): where a mode search, or another fit, ended
+    warm: Any = None  # a WarmStart (numpyro_fed.local.start): where a mode search, or another fit, ended
     server: PyTree = None  # the method's own server state: of its rounds, or of a run that is gone on with
     reasons: tuple[str, ...] = ()  # why the posterior is to be doubted
     interrupted: bool = False
@@ -163,7 +163,7 @@ class Posterior(Protocol):
     """All that a fit, its predictions, corrections, comparisons and files know of a method.
 
     Bound to one model. What only some posteriors can do they offer beside these four: ``to_warm_start`` and
-    ``local_start`` (:mod:`numpyro_fed.run.warm_start`), ``sample_with_log_prob`` and ``silo_elbo`` (the evidence
+    ``local_start`` (:mod:`numpyro_fed.local.start`), ``sample_with_log_prob`` and ``silo_elbo`` (the evidence
     bound), ``sites`` (a factor for each silo), ``inputs`` (arguments an encoder reads), ``correction``.
     """
 

@@ -12,7 +12,7 @@ from numpyro_fed.data.padding import silo_data
 from numpyro_fed.guides import StructuredNormal
 from numpyro_fed.local.bound import Weighting, silo_bound
 from numpyro_fed.model.build import split_model
-from numpyro_fed.model.rows import aligned, find_components
+from numpyro_fed.model.rows import find_components, how_rows_lie
 
 
 def poisson(y, num_groups, group):
@@ -125,7 +125,7 @@ def test_long_format_rows_are_found(case):
     assert bool(found.separable)
     np.testing.assert_array_equal(found.terms["y"], [1, 0, 1, 1, 3])
     np.testing.assert_array_equal(found.terms["a"][:2], [0, 1])
-    assert not aligned(split, data, found)
+    assert not how_rows_lie(split, data, found)[1]
 
 
 def test_indexed_and_aligned_agree(x64):
@@ -141,7 +141,7 @@ def test_indexed_and_aligned_agree(x64):
     split = split_model(model, silos, check=False)
     data = silo_data(silos, "1", split.spec, split.partition.axes, {"rows": 3})
     found = components(split, data)
-    assert aligned(split, data, found)
+    assert how_rows_lie(split, data, found)[1]
     guide = StructuredNormal()
     zeros = split.zeros_local(data.mask)
     params, base = guide.init_local(

@@ -36,7 +36,7 @@ class Engine(Protocol):
 
     @property
     def chunk(self) -> int:
-        """Rounds between two looks of the host: progress, stopping, interruption."""
+        """Rounds between two looks of the host, for progress, stopping and interruption."""
         ...
 
     @property

@@ -162,11 +162,7 @@ def silo_factor(
     def log_ratios(z: Array, frame: LocalLaplace, eps: dict) -> Array:
         """log p(y, z_L | z) / N(z_L; frame), by component."""
         found = split.evaluate(z, frame.at(z, eps), theta, data)
-        log_q = {}
-        for g in shapes:
-            each = jnp.where(found.active[g], -0.5 * eps[g] ** 2 - 0.5 * LOG_2PI, 0.0)
-            log_diagonal = jnp.log(jnp.diagonal(frame.root[g], axis1=1, axis2=2))
-            log_q[g] = jnp.sum(each - jnp.where(found.active[g], log_diagonal, 0.0), axis=1)
+        log_q = frame.log_prob(eps, found.active)
         return combined(split, marginal.weighting, found.terms, log_q, data, components, None, None)
 
     def log_f(z: Array, frame: LocalLaplace, nodes: Nodes) -> Array:
@@ -194,7 +190,7 @@ def silo_factor(
             own = row_weights(split, marginal.weighting, weight, g, data, components)  # (K, rows)
             mean[g] = jnp.einsum("kr,krj->rj", own, eps)
             cov[g] = jnp.einsum("kr,kri,krj->rij", own, eps, eps) - mean[g][:, :, None] * mean[g][:, None, :]
-        return moved(frame, mean, cov)
+        return frame.with_moments(mean, cov)
 
     def redrawn(key: Array, z: Array, frame: Any) -> Array:
         values: dict[str, Any] = dict.fromkeys(site.name for site in observed_sites(split, "factor"))
@@ -217,17 +213,6 @@ def silo_factor(
 
 def _estimate(split: SplitModel, theta: dict, data: SiloData, batching: Batching, key: Array, z: Array) -> Array:
     return minibatch.log_silo(split, z, theta, minibatch.with_replacement(split, batching, key, data))
-
-
-def moved(frame: LocalLaplace, mean: dict, cov: dict) -> LocalLaplace:
-    """The frame with the mean and covariance that its standardised locals turned out to have."""
-    loc, root = {}, {}
-    for g in frame.loc:
-        loc[g] = frame.loc[g] + jnp.einsum("rij,rj->ri", frame.root[g], mean[g])
-        k = cov[g].shape[-1]
-        safe = cov[g] + 1e-4 * jnp.eye(k)
-        root[g] = frame.root[g] @ jnp.linalg.cholesky(safe / (1 + 1e-4))
-    return frame._replace(loc=loc, root=root)
 
 
 def start_frame(split: SplitModel, data: SiloData) -> Any:

@@ -228,9 +228,7 @@ class Factorised(Method):
         state = state._replace(own=solver.init_state(family, family.unpack(given.q)))
         if not split.groups or local is None or not local.loc:
             return state
-        root = {g: jax.vmap(jnp.diag)(scale) for g, scale in local.scale.items()}
-        curvature = jax.tree.map(lambda scale: scale**-2, local.scale)
-        frame = LocalLaplace(given.loc, local.loc, local.coupling or state.frame.coupling, root, curvature)
+        frame = LocalLaplace.from_sds(given.loc, local.loc, local.scale, local.coupling or state.frame.coupling)
         return state._replace(frame=frame, kept=frame)
 
     def _finish(self, names: Any, left: Left, server: SitesServer) -> Left:

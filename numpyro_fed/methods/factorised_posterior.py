@@ -129,5 +129,4 @@ class SitesPosterior:
     def local_start(self, warm: WarmStart, silo: PyTree) -> LocalStart | None:
         if not self.split.groups:
             return None
-        scale = {g: jnp.sqrt(jnp.sum(root**2, axis=-1)) for g, root in silo.kept.root.items()}
-        return LocalStart(silo.kept.mean(warm.loc), scale, silo.kept.coupling)
+        return LocalStart(silo.kept.mean(warm.loc), silo.kept.sds(), silo.kept.coupling)

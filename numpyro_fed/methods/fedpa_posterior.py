@@ -12,8 +12,10 @@ from numpyro_fed.local.start import WarmStart
 from numpyro_fed.local.walk import Flat
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
+from numpyro_fed.normal.newton import floored_inverse_root, unit_diagonal
 
 Array = jax.Array
+FLAT = 1e-8  # the least curvature, in a precision with a unit diagonal
 DENSE = 200  # dimensions up to which the posterior keeps every direction, else so many at most
 NEAR_ZERO = 0.1  # sd of a start from a point, which has none of its own
 
@@ -92,15 +94,17 @@ def dense(
     precision = np.diag(diagonal) + directions.T @ (weights[:, None] * directions)
     if prior:
         precision += own.prior_precision(w)
-    values, vectors = np.linalg.eigh(0.5 * (precision + precision.T))
+    precision = 0.5 * (precision + precision.T)
+    with jax.enable_x64(True):
+        smallest = jnp.linalg.eigvalsh(unit_diagonal(jnp.asarray(precision))[0])[0]
+        root = np.asarray(floored_inverse_root(jnp.asarray(precision), FLAT))
     doubt: tuple[str, ...] = ()
-    if values[0] <= 1e-8 * values[-1]:
+    if smallest <= FLAT:
         doubt = (
             "the silos' precisions and the prior's add up to a posterior that is flat, or not at a mode, in some "
             "direction: run more rounds, pass num_samples= (more), or give the parameters a prior that is narrower",
         )
-    values = np.maximum(values, 1e-8 * values[-1])
-    return AroundMode(np.zeros(own.size), (vectors / np.sqrt(values)).T), doubt
+    return AroundMode(np.zeros(own.size), root.T), doubt
 
 
 def low_rank(

@@ -118,7 +118,7 @@ class Independent(SFVI):
         return Program(tuple(phases), AlonePosterior(self.posterior_of(split, survey)))
 
     def run(self, rng_key: Any, silos: Silos, num_rounds: int | None = None, **options: Any) -> Fits:  # type: ignore[override]
-        """Fit the model to each silo by itself; the arguments are those of :meth:`numpyro_fed.SFVI.run`."""
+        """Fit the model to each silo by itself; the arguments are those of :meth:`numpyro_fed.Method.run`."""
         if options.get("init_state") is not None:
             raise ValueError("Independent takes no init_state: silos that start from a common fit are not independent")
         if options.get("schedule") is not None:

@@ -30,6 +30,10 @@ class Fit(Fitted):
 
     Attributes:
         posterior: all that a fit knows of the method it comes from (:class:`numpyro_fed.algorithm.Posterior`).
+        state: for ``run(..., init_state=fit.state)``, which goes on.
+        history: ``{name: array}``, one row a round, those of the start included; the survey's bytes are in the first.
+        records: what the survey and each phase cost: ``phase``, ``rounds``, ``bytes_up``, ``bytes_down``.
+        seconds: wall time of the run, compilation included.
         reasons: why the posterior is to be doubted, as the run saw it; empty if it saw nothing.
     """
 

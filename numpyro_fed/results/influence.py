@@ -19,7 +19,7 @@ from scipy.stats import chi2
 
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import PyTree
-from numpyro_fed.checks import check_count, check_key
+from numpyro_fed.checks import VerdictWarning, check_count, check_key
 from numpyro_fed.data.inputs import leaves
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.model.layout import real_rows
@@ -116,11 +116,14 @@ def add(fit: F, rng_key: Any, silos: Silos, num_rounds: int) -> F:
     places = np.array([everyone.names.index(name) for name in fit.state.names])
     state = state._replace(server=posterior.joined(state.server, fit.state.server, places))
     run = fit.need_again().run
-    found = run(key, everyone, 1, schedule=schedules.fixed([silos.names]), init_state=state)
+    with warnings.catch_warnings():
+        if num_rounds:  # what doubts are left is said at the end
+            warnings.simplefilter("ignore", VerdictWarning)
+        found = run(key, everyone, 1, schedule=schedules.fixed([silos.names]), init_state=state)
     if num_rounds:
         on = run(key, everyone, num_rounds, init_state=found.state)
         history = {name: np.concatenate([rows, on.history[name]]) for name, rows in found.history.items()}
-        found = replace(on, history=history)
+        found = replace(on, history=history, records=(*found.records, *on.records))
     return replace(found, seconds=time.perf_counter() - began)
 
 

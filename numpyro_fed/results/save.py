@@ -19,7 +19,7 @@ from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.results.codec import encode, keep_in
 from numpyro_fed.results.value import Fitted
 
-FORMAT, VERSION = "numpyro_fed.Fit", 1
+FORMAT, VERSION = "numpyro_fed.Fit", 2
 HEADER = "header"
 
 

@@ -42,7 +42,7 @@ class Fitted:
 
     @property
     def params(self) -> dict[str, np.ndarray]:
-        """theta: the model's numpyro.param values, constrained."""
+        """The model's numpyro.param values (theta), constrained."""
         return jax.tree.map(np.asarray, self.split.constrain_theta(self.posterior.theta(self.state.server)))
 
     @cached_property

@@ -29,7 +29,7 @@ from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.normal.newton import newton_step
+from numpyro_fed.normal.newton import Search, advance, floored_inverse_root, start_search, unit_diagonal
 from numpyro_fed.precision import in_x64, to_user_dtype
 
 Array = jax.Array
@@ -45,14 +45,7 @@ ENTROPY = 0.5 * (1 + float(np.log(2 * np.pi)))  # of a standard normal
 CONVERGED = 0.05  # expected gain of the next step, in log density: a third of a posterior sd
 
 
-class ModeServer(NamedTuple):
-    x: Array  # (d + p,) the best point so far
-    trial: Array  # (d + p,) the point that is sent next
-    value: Array
-    precision: Array  # (d + p, d + p) minus the Hessian at x
-    gradient: Array
-    damping: Array
-    gain: Array  # expected from the next step
+ModeServer = Search  # over (z_G, theta), (d + p,); ``trial`` is what is sent next
 
 
 class ModeMessage(NamedTuple):
@@ -71,9 +64,7 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
         return x[:d], unravel_theta(x[d:])
 
     def init(key: Array) -> ModeServer:
-        x = jnp.concatenate([JITTER * jax.random.normal(key, (d,)), theta_flat])
-        zero, eye = jnp.zeros(size), jnp.eye(size)
-        return ModeServer(x, x, jnp.array(-jnp.inf), eye, zero, jnp.array(1e-3), jnp.array(jnp.inf))
+        return start_search(jnp.concatenate([JITTER * jax.random.normal(key, (d,)), theta_flat]))
 
     def broadcast(key: Array, server: ModeServer) -> Broadcast:
         return Broadcast(server.trial)
@@ -127,21 +118,12 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
         precision = -(silos.hessian + jax.jacfwd(jax.grad(prior))(server.trial))
         gradient = jnp.where(free, gradient, 0.0)
         precision = jnp.where(free[:, None] & free, precision, jnp.eye(size))
-        finite = jnp.isfinite(value) & jnp.all(jnp.isfinite(gradient)) & jnp.all(jnp.isfinite(precision))
         # the locals' scale is their curvature's, not the bound's best, so value and gradient disagree by a few units
-        # of log density near the end: there the gradient decides
+        # of log density near the end: there the gradient decides, but no point may be far below the best so far
         slack = 0.1 + 1e-4 * jnp.abs(server.value) + jnp.minimum(server.gain, SLACK)
-        better = finite & (value >= server.value - slack)
-        keep = lambda new, old: jnp.where(better, new, old)
-        x = keep(server.trial, server.x)
-        gradient, precision = keep(gradient, server.gradient), keep(precision, server.precision)
-        damping = jnp.clip(keep(server.damping / 5, jnp.maximum(server.damping * 10, 1e-2)), 1e-6, 1e6)
-        step = newton_step(gradient, precision, damping)
-        gain = 0.5 * gradient @ step
-        best = jnp.maximum(server.value, keep(value, server.value))
-        gain = jnp.where(better, gain, jnp.inf)  # not converged while steps are refused
-        server = ModeServer(x, x + step, best, precision, gradient, damping, gain)
-        return server, {"loss": -value, "_gain": gain, "_best": best}
+        new, _ = advance(server, value, gradient, precision, slack)
+        new = new._replace(value=jnp.maximum(server.value, new.value))
+        return new, {"loss": -value, "_gain": new.gain, "_best": new.value}
 
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
 
@@ -165,8 +147,7 @@ def fit_locals(split: SplitModel, z: Array, theta: dict, silo: LocalStart, data:
     if not split.groups:
         return silo
     frame = fit_local_laplace(split, z, theta, silo.loc, data, LOCAL_STEPS)
-    # conditional sds: what a guide with independent elements would learn
-    return LocalStart(frame.loc, jax.tree.map(jax.lax.rsqrt, frame.curvature), frame.coupling)
+    return LocalStart(frame.loc, frame.conditional_sds(), frame.coupling)
 
 
 def mode_phase(split: SplitModel, num_rounds: int) -> Phase:
@@ -195,11 +176,8 @@ def mode_to_warm_start(split: SplitModel, server: ModeServer) -> WarmStart:
 
     @in_x64
     def spread(precision: Array) -> tuple[Array, Array]:
-        scale = jax.lax.rsqrt(jnp.maximum(jnp.abs(jnp.diagonal(precision)), 1e-10))
-        values, vectors = jnp.linalg.eigh((precision * scale[:, None] * scale)[:d, :d])
-        inverse = (vectors / jnp.maximum(jnp.abs(values), LEAST_CURVATURE)) @ vectors.T
-        covariance = scale[:d, None] * inverse * scale[:d]
-        return jnp.linalg.cholesky(covariance), scale
+        root = floored_inverse_root(precision[:d, :d], LEAST_CURVATURE)
+        return jnp.linalg.cholesky(root @ root.T), unit_diagonal(precision)[1]
 
     chol, scale = to_user_dtype(spread(server.precision))
     unravel = ravel_pytree(split.theta)[1]

@@ -1,10 +1,10 @@
 """Before the first round: the silos tell what a method must know, and nothing else is read.
 
-First a silo tells the shapes, types and ints of its arguments (:func:`described`); from these alone the server divides
-the model's sites (:mod:`numpyro_fed.model.partition`). With the partition in hand a silo answers once more
-(:class:`Answer`): how many observations each observed site has, how its rows lie, how much room a minibatch needs,
-whether its data fit their supports; and it checks its own certificate. Both are messages, counted in bytes; from them
-the server chooses and compiles.
+First a silo tells the shapes, types and ints of its arguments (:func:`~numpyro_fed.data.stack.described`); from these
+alone the server divides the model's sites (:mod:`numpyro_fed.model.partition`). With the partition in hand a silo
+answers once more (:class:`Answer`): how many observations each observed site has, how its rows lie, how much room a
+minibatch needs, whether its data fit their supports. Both are messages, counted in bytes; from them the server chooses
+and compiles. (A few silos also check the split's certificate: :mod:`numpyro_fed.model.certificate`.)
 """
 
 from typing import Any, NamedTuple

@@ -50,7 +50,7 @@ class Solver(Protocol):
 
     @property
     def noisy(self) -> bool:
-        """Whether answers have Monte Carlo error: the server's steps then fall with every visit."""
+        """Whether answers have Monte Carlo error; the server's steps then fall with every visit."""
 
     @property
     def samples_locals(self) -> bool:
