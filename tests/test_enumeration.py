@@ -350,7 +350,7 @@ def test_pooled_nuts() -> None:
     ours = nuts(classes, silos, num_warmup=50, num_samples=50, num_chains=1, progress_bar=False, rng_key=KEY)
     point = origin(ours.split, ours.data)
     by_hand = split_model(gaussian_mixture, silos, check=False)
-    arrays = (tuple((bucket.args, bucket.mask) for bucket in ours.data.buckets), ())
+    arrays = (ours.data.arrays, ())
     energies = [run(lambda point, s=split: potential(s, {}, *arrays, point), point) for split in (ours.split, by_hand)]
     np.testing.assert_allclose(*energies, rtol=1e-5)
     local = ours.sample_local("s1", group_by_chain=True)

@@ -322,7 +322,7 @@ def test_server_optimiser_moves_sites_not_the_prior(tied):
         for _ in range(3):
             state = None if fit is None else fit.state
             fit = method.run(jax.random.key(0), silos, 1, init_state=state, progress_bar=False)
-            yield method.q(fit.state.server), fit.state.server.sites
+            yield fit.posterior.q(fit.state.server), fit.state.server.sites
 
     plain = list(states(None))
     for optim, tolerance in ((optax.sgd(1.0), 1e-10), (optax.adam(0.1), None)):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pandas as pd
 
 from numpyro_fed.checks import check_key
@@ -40,7 +41,8 @@ class Fit(Fitted):
     def normal(self) -> Normal:
         """The normal over the unconstrained globals, in the order of ``fit.split.coordinate_names()``.
 
-        ``.mean``, ``.sds``, ``.covariance``. Of a corrected fit, the normal with its points' moments.
+        ``.mean``, ``.sds``, ``.covariance``, NumPy arrays: JAX would warn of float64 in a float32 program. Of a
+        corrected fit, the normal with its points' moments.
 
             >>> list(fit.split.coordinate_names()), fit.normal().sds.shape
             (['beta[0]', 'beta[1]'], (2,))
@@ -52,7 +54,7 @@ class Fit(Fitted):
                 "nf.SEP or nf.PVI, with nf.SFVI(model, guide=nf.guides.StructuredNormal()), or with nf.FedPA(model, "
                 "posterior=True), run to the end"
             )
-        return found
+        return jax.tree.map(np.asarray, found)
 
     # --- draws --------------------------------------------------------------------------------------------------------
 

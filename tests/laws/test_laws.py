@@ -48,7 +48,7 @@ def test_nothing_is_read_outside_of_its_silo(runs: Runs) -> None:
     fit = runs.plain
     same([fit.history[name] for name in BYTES], [runs.whole.history[name] for name in BYTES])
     if runs.method.model is counties:
-        assert fit.sample_local(KEY, 3, silo="york")["alpha"].shape == (3, 4)
+        assert fit.sample_local(KEY, 3, silo="york")["alpha"].shape == (3, 5)
 
 
 def test_the_order_of_silos_changes_nothing(runs: Runs) -> None:
