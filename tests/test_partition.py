@@ -188,8 +188,8 @@ def test_index_left_out_of_groups_stays_global() -> None:
     assert partition(hospitals, silos).global_sites == ("mu", "a")
 
 
-def test_latents_whose_prior_uses_the_silos_own_values_are_local() -> None:
-    """Two groups in each silo, with covariates of their own: as global sites they would have two priors."""
+def test_latents_whose_prior_uses_the_silos_own_values_cannot_be_shared() -> None:
+    """Two groups in each silo, with covariates of their own. Whether these differ the server does not see: it asks."""
 
     def model(u, idx, y):
         with numpyro.plate("groups", u.shape[0]):
@@ -197,10 +197,12 @@ def test_latents_whose_prior_uses_the_silos_own_values_are_local() -> None:
         with numpyro.plate("rows", y.shape[0]):
             numpyro.sample("y", dist.Normal(a[idx], 1), obs=y)
 
-    silo = lambda seed: dict(u=normal(seed, 2), idx=np.array([0, 1, 1]), y=normal(3, 3))
-    assert partition(model, Silos([silo(0), silo(1)])).local_sites == ("a",)
-    with pytest.raises(PartitionError, match=r"shared=\['groups'\]"):
-        partition(model, Silos([silo(0), silo(0)]))  # equal everywhere: could be 2 shared groups
+    silos = Silos([dict(u=normal(seed, 2), idx=np.array([0, 1, 1]), y=normal(3, 3)) for seed in range(2)])
+    with pytest.raises(PartitionError, match=r"local=\['groups'\].*shared=\['groups'\]"):
+        partition(model, silos)
+    assert partition(model, silos, local="groups").local_sites == ("a",)
+    with pytest.raises(PartitionError, match="each silo would have another prior"):
+        partition(model, silos, shared="groups")
 
 
 # --- overrides ------------------------------------------------------------------------------------------------------
