@@ -81,7 +81,7 @@ def with_sites(fit: nf.Fit, prior: Natural, each: Natural, method: Any = METHOD)
     """The fit with other factors."""
     server = fit.state.server
     new = server._replace(sites=server.sites._replace(prior=prior, each=each))
-    return replace(fit, posterior=method.posterior_of(fit.split), state=fit.state._replace(server=new))
+    return replace(fit, posterior=method.posterior_of(fit.split, fit.survey), state=fit.state._replace(server=new))
 
 
 # --- silos that leave and join --------------------------------------------------------------------------------------
@@ -168,7 +168,8 @@ def test_errors_teach(fit: nf.Fit, silos: nf.Silos) -> None:
     with pytest.raises(ValueError, match="z"):
         fit.add(KEY, nf.Silos({"new": dict(x=silos["hull"]["x"], z=silos["hull"]["y"])}))
     tied = with_sites(fit, *fit.state.server.sites, method=nf.SEP(model))
-    none = replace(fit, state=fit.state._replace(method="SFVI", server=()), method=nf.SFVI(model))
+    sfvi = nf.SFVI(model).posterior_of(fit.split, fit.survey)
+    none = replace(fit, state=fit.state._replace(method="SFVI", server=()), posterior=sfvi)
     for other, has in ((tied, "one site for all silos"), (none, "no sites")):
         for ask in (other.influence, other.conflict, lambda other=other: other.without("hull")):
             with pytest.raises(TypeError, match=rf"has {has}: fit with nf\.EP\(model\) or nf\.PVI\(model\)"):

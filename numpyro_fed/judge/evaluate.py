@@ -7,7 +7,7 @@ posterior. The measures themselves are in :mod:`numpyro_fed.judge.metrics`.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
@@ -22,6 +22,7 @@ from numpyro_fed.algorithm import Posterior, PyTree
 from numpyro_fed.checks import check_key
 from numpyro_fed.judge.metrics import accuracy, checked, ece
 from numpyro_fed.model.forward import Call, Request, predicted
+from numpyro_fed.model.new_units import used_arguments
 from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import SiteShape, unwrapped
@@ -30,7 +31,6 @@ from numpyro_fed.results import predict
 from numpyro_fed.results.fit import Fit
 
 Array = jax.Array
-Program = Callable[..., Array]
 CLASSES = "\0classes"  # a deterministic site that no model has
 FAMILIES = ("Bernoulli", "Categorical")
 CENTRE_DRAWS = 1000  # of z_G, for its mean: known to 3 % of an sd
@@ -93,9 +93,9 @@ def evaluate(
     if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer) or num_samples < 1:
         raise ValueError(f"num_samples must be an int of at least 1, got {num_samples!r}")
     key = jax.random.key(0) if rng_key is None else check_key(rng_key)
-    program = _program(fit, _chosen(fit.split.partition, site))
+    program, used = _told(fit, _chosen(fit.split.partition, site))
     keys, server = jax.random.split(key, int(num_samples)), fit.state.server
-    asked = predict.asked(fit, data, silo, plain=True)
+    asked = predict.asked(fit, data, silo, plain=True, used=used)
     local = fit.split.partition.local_sites or fit.split.partition.enumerated_sites
     once = keys if local else keys[:1]  # without local latents, all draws at a point are equal
     centre = _centre(fit, keys[0])
@@ -140,17 +140,25 @@ def _chosen(part: Partition, site: str | None) -> str:
     return classes[0] if site is None else site
 
 
-_kept: WeakKeyDictionary[Fit, dict[str, Program]] = WeakKeyDictionary()  # programs are kept as long as their fits
+class Told(NamedTuple):
+    """What tells the classes of a site."""
+
+    program: Callable[..., Array]  # compiled, see `_averaged`
+    used: frozenset[str]  # arguments whose values matter: labels too
 
 
-def _program(fit: Fit, site: str) -> Program:
+_kept: WeakKeyDictionary[Fit, dict[str, Told]] = WeakKeyDictionary()  # programs are kept as long as their fits
+
+
+def _told(fit: Fit, site: str) -> Told:
     own = _kept.setdefault(fit, {})
     if site not in own:
-        own[site] = _averaged(fit.posterior, _told(fit.split, site))
+        split = _telling_split(fit.split, site)
+        own[site] = Told(_averaged(fit.posterior, split), used_arguments(split))
     return own[site]
 
 
-def _averaged(posterior: Posterior, split: SplitModel) -> Program:
+def _averaged(posterior: Posterior, split: SplitModel) -> Callable[..., Array]:
     """``(call, keys, draws of z_G, server, request) -> rows``, probabilities averaged over draws, taken in turn."""
 
     def run(call: Call, keys: Array, z: Array, server: PyTree, request: Request) -> Array:
@@ -178,8 +186,8 @@ def _centre(fit: Fit, key: Array) -> Array:
     return jax.jit(run, compiler_options=ONCE)(key, server)
 
 
-def _told(split: SplitModel, site: str) -> SplitModel:
-    """The split with a model that tells, in a deterministic site of its own, the classes of ``site``."""
+def _telling_split(split: SplitModel, site: str) -> SplitModel:
+    """The same split of a model with one more deterministic site: the classes of ``site``, and their probabilities."""
     shape = SiteShape("deterministic", (), None, (), None, (), False, "")
     classes = Site(CLASSES, "deterministic", False, (), (), shape)
     part = replace(split.partition, sites=(*split.partition.sites, classes))

@@ -41,14 +41,27 @@ def predict(fit: Fitted, keys: Array, data: Mapping[str, Any] | None, silo: str 
     return draws if own is None else unpadded(fit, draws, str(silo), own)
 
 
-def asked(fit: Fitted, data: Mapping[str, Any] | None, silo: str | None, plain: bool = False) -> Asked:
-    """From what a user asks for to what is computed; ``plain``: a silo's own units without padding."""
+def asked(
+    fit: Fitted,
+    data: Mapping[str, Any] | None,
+    silo: str | None,
+    *,
+    plain: bool = False,
+    used: frozenset[str] | None = None,
+) -> Asked:
+    """From what a user asks for to what is computed.
+
+    Args:
+        fit, data, silo: as :meth:`numpyro_fed.results.fit.Fit.predict` has them.
+        plain: a silo's own units come without padding.
+        used: arguments whose values matter, when they are not those of a prediction.
+    """
     if data is None and silo is None:
         raise TypeError(
             "predict needs data, a silo, or both: predict(key, silo='york') for york's own units, predict(key, data, "
             "silo='york') for new units in it, predict(key, data) for a new silo"
         )
-    return _own_units(fit, str(silo), plain) if data is None else _new_units(fit, data, silo)
+    return _own_units(fit, str(silo), plain) if data is None else _new_units(fit, data, silo, used)
 
 
 def _own_units(fit: Fitted, silo: str, plain: bool) -> Asked:
@@ -63,7 +76,7 @@ def _own_units(fit: Fitted, silo: str, plain: bool) -> Asked:
     return Asked(call, Request(identity(silo), state, arrays, padded if held else None, units), data)
 
 
-def _new_units(fit: Fitted, data: Mapping[str, Any], silo: str | None) -> Asked:
+def _new_units(fit: Fitted, data: Mapping[str, Any], silo: str | None, used: frozenset[str] | None) -> Asked:
     """New units, of a silo or of a new one."""
     split, state, padded, units = fit.split, None, None, None
     discrete = split.partition.enumerated_sites
@@ -72,7 +85,7 @@ def _new_units(fit: Fitted, data: Mapping[str, Any], silo: str | None) -> Asked:
     if silo is not None:
         state, _ = fit.state.silo(silo)
         lengths = lengths_of(split, silo)
-    kwargs, new = new_arguments(fit, data, silo)
+    kwargs, new = new_arguments(fit, data, silo, used)
     if encodes(fit, data):  # new units have told of themselves
         state, _ = fit.state.silo(fit.state.names[0])  # an encoder has no parameters in the silos
         held, lengths = split.partition.local_sites, new
@@ -135,9 +148,12 @@ def complete(fit: Fitted, data: Mapping[str, Any]) -> bool:
     return all(data.get(name) is not None for name in own)
 
 
-def new_arguments(fit: Fitted, data: Mapping[str, Any], silo: str | None) -> tuple[dict[str, Any], dict[str, int]]:
+def new_arguments(
+    fit: Fitted, data: Mapping[str, Any], silo: str | None, used: frozenset[str] | None = None
+) -> tuple[dict[str, Any], dict[str, int]]:
     """The model's arguments for new units, and the lengths of their axes."""
     own = {} if silo is None else fit.any_silos.own(silo)
     if fit.silos is None:  # then only the ints are real
         own = {name: value for name, value in own.items() if isinstance(value, int)}
-    return arguments(fit.split, fit.programs.used_arguments, data, own, silo or "new")
+    used = fit.programs.used_arguments if used is None else used
+    return arguments(fit.split, used, data, own, silo or "new")

@@ -193,7 +193,7 @@ def _marginal(fit: Fit) -> Marginal:
     found = choose(fit.split, fit.survey)
     if found.kind == "none":
         return found
-    own = getattr(fit.posterior, "marginal", None)
+    own = getattr(fit.uncorrected.posterior, "marginal", None)
     asked = own.num if own is not None and own.kind == found.kind else 0
     return found._replace(num=max(found.num, asked, DRAWS if found.kind == "importance_weighted" else 1))
 

@@ -5,6 +5,7 @@ nowhere else. A phase says what to run (:class:`numpyro_fed.algorithm.Phase`), a
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,16 @@ class Record(NamedTuple):
     rounds: int
     bytes_up: int
     bytes_down: int
+
+
+class Ended(NamedTuple):
+    """Where a phase's rounds ended."""
+
+    server: PyTree
+    states: tuple
+    info: dict[str, np.ndarray]  # of the last chunk
+    done: int
+    interrupted: bool
 
 
 class Runner:
@@ -101,101 +112,45 @@ class Runner:
     def _start(self, phase: Phase, left: Left) -> tuple[Left, tuple]:
         key = self._key(phase)
         server, states = self._begin(phase, key, left, None, None)
-        sent, size = self._traffic(phase, server, states), phase.look or self.engine.chunk
-        info: dict[str, np.ndarray] = {}
-        done = 0
-        with tqdm(total=phase.num_rounds, desc="finding a start", disable=not self.bar, leave=False) as bar:
-            while done < phase.num_rounds:
-                count = min(size, phase.num_rounds - done)
-                server, states, info = self.engine.rounds(
-                    phase.algorithm, key, self.stack, server, states, done, None, count, phase.effort
-                )
-                done += count
-                self._record(info, count, len(self.stack.names), sent, phase)
-                bar.update(count)
-                if phase.done is not None and phase.done(info):
-                    break
-        found = phase.finish(left, server, info)
+        ended = self._loop(phase, key, server, states, 0, lambda first, count: None)
+        found = phase.finish(left, ended.server, ended.info)
         if found is None:
-            raise NonFinite(phase, key, server, states, done, None)
-        return found, states
+            raise NonFinite(phase, key, ended.server, ended.states, ended.done, None)
+        return found, ended.states
 
     def _rounds(self, phase: Phase, left: Left, states: tuple | None, local: tuple | None) -> tuple[Left, tuple]:
-        names, schedule, late = self.stack.names, self.schedule, schedules.stale(self.schedule)
+        names, late = self.stack.names, schedules.stale(self.schedule)
         server, states = self._begin(phase, self.key, left, states, local)
+        finish = phase.finish
         if late:
             key = jax.random.fold_in(jax.random.fold_in(self.key, self.round), SERVER)
             server = held(phase.algorithm, server, key, len(names))
             phase = phase._replace(algorithm=stale(phase.algorithm, len(names)))
-        sent = self._traffic(phase, server, states)
-        cohort_key = jax.random.fold_in(self.key, COHORTS)
-        info: dict[str, np.ndarray] = {}
-        size, done, interrupted = phase.look or self.engine.chunk, 0, False
-        with tqdm(total=phase.num_rounds, desc=self.label, disable=not self.bar, unit="round") as bar:
-            try:
-                while done < phase.num_rounds:
-                    count = min(size, self.engine.chunk, phase.num_rounds - done)
-                    cohorts = schedule.cohorts(cohort_key, names, self.round, count)
-                    chunk = (phase.algorithm, self.key, self.stack, server, states, self.round, cohorts)
-                    after = self.engine.rounds(*chunk, count, phase.effort)
-                    bad = np.flatnonzero(~np.isfinite(after[2]["loss"]))
-                    if not bad.size and not all_finite(after[0]):  # a loss can be that of the round's beginning
-                        bad = np.array([count])
-                    asked = len(names) if cohorts is None else cohorts.shape[1]
-                    if bad.size:
-                        good, (server, states, info) = last_good(self.engine, chunk, int(bad[0]), phase.effort)
-                        if good:
-                            self._record(info, good, asked, sent, phase)
-                        self.round += good
-                        members = None if cohorts is None or good >= len(cohorts) else cohorts[good]
-                        raise NonFinite(phase, self.key, server, states, self.round, members)
-                    server, states, info = after
-                    self._record(info, count, asked, sent, phase)
-                    done += count
-                    self.round += count
-                    bar.update(count)
-                    bar.set_postfix(loss=f"{float(np.mean(info['loss'][-100:])):.4g}")
-                    if phase.done is not None and done < phase.num_rounds and phase.done(info):
-                        if self.bar:
-                            bar.write(f"nothing moves any more after {done} rounds")
-                        break
-            except KeyboardInterrupt:
-                interrupted = True
-                bar.write(f"stopped after {done} of {phase.num_rounds} rounds; this is the fit so far")
-        server = server.server if late else server
-        if interrupted or not done:
-            return left._replace(server=server, interrupted=interrupted), states
-        found = phase.finish(left, server, info)
+        ended = self._loop(phase, self.key, server, states, self.round, self._cohorts)
+        server = ended.server.server if late else ended.server
+        if ended.interrupted or not ended.done:
+            return left._replace(server=server, interrupted=ended.interrupted), ended.states
+        found = finish(left, server, ended.info)
         assert found is not None, "rounds that were done are finite"
-        return found, states
+        return found, ended.states
 
     def _check(self, phase: Phase, left: Left, states: tuple) -> Left:
         """One more look at the end; what it sends is counted with the last round."""
-        if left.interrupted:
-            if phase.lacks and self.bar:
+        begun = None if left.interrupted else phase.begin(left, None)
+        if begun is None:
+            if left.interrupted and phase.lacks and self.bar:
                 tqdm.write(f"the last look was left out{phase.lacks}")
             return left
-        names, key = self.stack.names, self._key(phase)
-        begun = phase.begin(left, None)
-        if begun is None:
-            return left
-        server, cohorts, cohort_key = begun.server, None, jax.random.fold_in(self.key, COHORTS)
+        names, cohorts = self.stack.names, None
         if getattr(self.schedule, "random", False) or not self.engine.holds_states:
-            cohorts = self.schedule.cohorts(cohort_key, names, self.round, 1)
+            cohorts = self._cohorts(self.round, 1)
         asked = len(names) if cohorts is None else cohorts.shape[1]
         if phase.cohort is not None and phase.cohort != asked:
-            asked = phase.cohort
-            cohorts = schedules.sampled(asked).cohorts(cohort_key, names, self.round, 1)
-        sent = self._traffic(phase, server, states)
-        try:
-            server, _, info = self.engine.rounds(
-                phase.algorithm, key, self.stack, server, states, self.round, cohorts, 1, phase.effort
-            )
-        except KeyboardInterrupt:
+            cohorts = schedules.sampled(phase.cohort).cohorts(self._cohort_key, names, self.round, 1)
+        ended = self._loop(phase, self._key(phase), begun.server, states, self.round, lambda first, count: cohorts)
+        if ended.interrupted:
             return left._replace(interrupted=True)
-        self.records.append(Record(phase.name, 1, asked * sent.up, asked * sent.down))
-        self._count(asked * sent, at=-1)
-        found = phase.finish(left, server, info) if all_finite(server) else None
+        found = phase.finish(left, ended.server, ended.info) if all_finite(ended.server) else None
         if found is None:
             warnings.warn(
                 "what some silo sent in the closing round was not finite, so it was left out: the fit is that of the "
@@ -204,6 +159,60 @@ class Runner:
             )
             return left
         return found
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def _loop(
+        self, phase: Phase, key: Any, server: PyTree, states: tuple, first: int, cohorts_of: Callable[[int, int], Any]
+    ) -> "Ended":
+        """Rounds of a phase, chunk by chunk: between two chunks the host looks."""
+        sent, names = self._traffic(phase, server, states), self.stack.names
+        size = min(phase.look or self.engine.chunk, self.engine.chunk)
+        info: dict[str, np.ndarray] = {}
+        done, interrupted, total = 0, False, phase.num_rounds
+        title = "finding a start" if phase.role == "start" else self.label
+        hidden, kept = not self.bar or phase.role == "check", phase.role == "rounds"
+        with tqdm(total=total, desc=title, disable=hidden, leave=kept, unit="round") as bar:
+            try:
+                while done < total:
+                    count = min(size, total - done)
+                    cohorts = cohorts_of(first + done, count)
+                    asked = len(names) if cohorts is None else cohorts.shape[1]
+                    chunk = (phase.algorithm, key, self.stack, server, states, first + done, cohorts)
+                    after = self.engine.rounds(*chunk, count, phase.effort)
+                    bad = _first_bad(after, count) if phase.role == "rounds" else None
+                    if bad is not None:
+                        good, (server, states, info) = last_good(self.engine, chunk, bad, phase.effort)
+                        if good:
+                            self._record(info, good, asked, sent, phase)
+                        self.round += good
+                        members = None if cohorts is None or good >= len(cohorts) else cohorts[good]
+                        raise NonFinite(phase, key, server, states, self.round, members)
+                    server, states, info = after
+                    self._record(info, count, asked, sent, phase)
+                    done += count
+                    self.round += count if phase.role == "rounds" else 0
+                    bar.update(count)
+                    if "loss" in info:
+                        bar.set_postfix(loss=f"{float(np.mean(info['loss'][-100:])):.4g}")
+                    if phase.done is not None and done < total and phase.done(info):
+                        if kept and self.bar:
+                            bar.write(f"nothing moves any more after {done} rounds")
+                        break
+            except KeyboardInterrupt:
+                if phase.role == "start":  # there is no fit yet
+                    raise
+                interrupted = True
+                if kept:
+                    bar.write(f"stopped after {done} of {total} rounds; this is the fit so far")
+        return Ended(server, states, info, done, interrupted)
+
+    @property
+    def _cohort_key(self) -> Any:
+        return jax.random.fold_in(self.key, COHORTS)
+
+    def _cohorts(self, first: int, count: int) -> Any:
+        return self.schedule.cohorts(self._cohort_key, self.stack.names, first, count)
 
     # --- what is counted ----------------------------------------------------------------------------------------------
 
@@ -220,6 +229,10 @@ class Runner:
         return traffic(phase.algorithm, server, silo, data)
 
     def _record(self, info: dict, count: int, cohort: int, sent: Traffic, phase: Phase) -> None:
+        if phase.role == "check":
+            self.records.append(Record(phase.name, count, cohort * sent.up, cohort * sent.down))
+            self._count(cohort * sent, at=-1)
+            return
         rows = {name: column for name, column in info.items() if not name.startswith("_")}
         rows.setdefault("bytes_up", np.full(count, cohort * sent.up))
         rows.setdefault("bytes_down", np.full(count, cohort * sent.down))
@@ -261,3 +274,11 @@ class Runner:
             return rows[name] if name in rows else np.full((len(rows["loss"]), *like.shape[1:]), np.nan)
 
         return np.concatenate([column(rows) for rows in self.history])
+
+
+def _first_bad(after: tuple[PyTree, tuple, dict[str, np.ndarray]], count: int) -> int | None:
+    """The first of a chunk's rounds whose loss is not finite; ``count``: all are, and the server's state is not."""
+    bad = np.flatnonzero(~np.isfinite(after[2]["loss"]))
+    if bad.size:
+        return int(bad[0])
+    return None if all_finite(after[0]) else count  # a loss can be that of the round's beginning
