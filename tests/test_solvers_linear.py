@@ -11,6 +11,7 @@ import optax
 import pytest
 from numpyro import handlers
 from programs import compiled
+from tiers import tiers
 
 import numpyro_fed as nf
 from numpyro_fed.data.padding import silo_data
@@ -246,12 +247,9 @@ METHODS = {
     "EP, identity": (nf.EP, dict(solver=nf.solvers.Identity(scale=0.25), damping=1.0), 16),
     "SEP, fisher": (nf.SEP, dict(solver="fisher"), 8),
 }
-QUICK = ("EP, fisher", "SEP, ngvi")
 
 
-@pytest.mark.parametrize(
-    "which", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
-)
+@pytest.mark.parametrize("which", tiers(METHODS, "EP, fisher"))
 def test_predictions_in_200_dimensions(which):
     """As good for rows that no silo has seen as the pooled posterior, but for .03 nats (guessing costs .16 more)."""
     (method, settings, rounds), (silos, new) = METHODS[which], regression()
