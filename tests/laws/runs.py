@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from programs import compiled
 from sealed import sealed
 from table import LONG, METHODS, SLOW, silos_for
 
 import numpyro_fed as nf
+from numpyro_fed.algorithm import FederatedAlgorithm
 from numpyro_fed.data import stack
 from numpyro_fed.engines.vmap import Vmap
 
@@ -29,15 +31,18 @@ another_program = pytest.mark.parametrize("runs", every_method(*LONG), indirect=
 
 
 class Impatient(Vmap):
-    """A user who stops it after the first half."""
+    """A user who stops an algorithm after the first half of its rounds."""
 
     chunk = HALF
 
-    def rounds(self, *args: Any, **options: Any) -> Any:
-        first = args[5]
-        if first >= HALF:
+    def __init__(self, algorithm: FederatedAlgorithm) -> None:
+        object.__setattr__(self, "algorithm", algorithm)
+
+    def rounds(self, algorithm: FederatedAlgorithm, *args: Any, **options: Any) -> Any:
+        first = args[4]
+        if algorithm is self.algorithm and first >= HALF:
             raise KeyboardInterrupt
-        return super().rounds(*args, **options)
+        return super().rounds(algorithm, *args, **options)
 
 
 class Runs:
@@ -67,7 +72,7 @@ class Runs:
 
     @cached_property
     def interrupted(self) -> nf.Fit:
-        return self.run(self.silos, engine=Impatient())
+        return self.run(self.silos, engine=Impatient(compiled(self.method, self.silos).algorithm))
 
     @cached_property
     def plain(self) -> nf.Fit:

@@ -129,7 +129,7 @@ def test_a_fit_of_another_method_is_a_start(runs: Runs, hubs: dict) -> None:
     fit = runs.run(runs.silos, 1, init_state=start)
     mean, sd = mean_and_sd(start)
     assert np.all(np.abs(mean) > 5 * sd), "a fresh start is far away"
-    assert np.all(np.abs(mean_and_sd(fit)[0] - mean) < sd)
+    assert np.all(np.abs(mean_and_sd(fit)[0] - mean) < np.abs(mean) / 4)
     assert fit.state.round == 1 and not fit.history["start"].any()
 
 

@@ -50,11 +50,11 @@ def answer_alone(split: SplitModel, silos: Silos, name: str) -> survey.Answer:
 # --- how many observations there are ----------------------------------------------------------------------------------
 
 
-def crossed(x, z, y):
-    """A mark for every pupil by every teacher."""
+def crossed(x, z):
+    """A term for every pupil and every teacher."""
     mu = numpyro.sample("mu", dist.Normal(0, 1))
     with numpyro.plate("pupils", x.shape[0], dim=-2), numpyro.plate("teachers", z.shape[0], dim=-1):
-        numpyro.sample("y", dist.Normal(mu + x[:, None] + z, 1), obs=y.reshape(x.shape[0], z.shape[0]))
+        numpyro.sample("y", dist.Normal(mu, 1), obs=x[:, None] * z)
 
 
 def twice(x, y):
@@ -91,7 +91,7 @@ def events(y):
 ones = lambda *shape: np.ones(shape, np.float32)
 some_present = lambda n: np.arange(n) % 2 == 0  # 3 of 5, and 1 of 2
 COUNTED: dict[str, tuple[Any, list[dict[str, Any]], tuple[int, ...]]] = {
-    "crossed own plates": (crossed, [dict(x=ones(n), z=ones(m), y=ones(n * m)) for n, m in ((4, 5), (2, 3))], (20, 6)),
+    "crossed own plates": (crossed, [dict(x=ones(n), z=ones(m)) for n, m in ((4, 5), (2, 3))], (20, 6)),
     "two sites on one axis": (twice, [dict(x=ones(n), y=ones(n)) for n in (5, 2)], (10, 4)),
     "obs_mask": (missing, [dict(y=ones(n), present=some_present(n)) for n in (5, 2)], (3, 1)),
     "handlers.mask": (masked, [dict(y=ones(n), present=some_present(n)) for n in (5, 2)], (3, 1)),
