@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pandas as pd
 
 from numpyro_fed.checks import check_key
@@ -52,7 +53,7 @@ class Fit(Fitted):
                 "nf.SEP or nf.PVI, with nf.SFVI(model, guide=nf.guides.StructuredNormal()), or with nf.FedPA(model, "
                 "posterior=True), run to the end"
             )
-        return found
+        return jax.tree.map(np.asarray, found)  # float64 wherever it was found in it, in a float32 program, too
 
     # --- draws --------------------------------------------------------------------------------------------------------
 
