@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from tiers import tiers
 
 import numpyro_fed as nf
 from numpyro_fed.data.padding import silo_data
@@ -81,7 +82,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers(CASES, "no locals", "rows, weighted", "long format"))
 def test_mean_over_all_minibatches_is_the_whole_silo(x64, case):
     """Every possible minibatch of two, each as likely: value and gradients average to those of all rows, to 1e-12.
 
@@ -189,6 +190,7 @@ def test_small_silos_use_all_their_rows(x64):
     assert int(taken.data.mask["rows"].sum()) == 3
 
 
+@pytest.mark.slow
 def test_minibatches_reach_the_posterior():
     """Conjugate, 4 of 20 and 30 rows a step: mean within 0.1 sd, sd within 10 %, which is the noise of the steps."""
 

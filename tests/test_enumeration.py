@@ -350,7 +350,7 @@ def test_pooled_nuts() -> None:
     ours = nuts(classes, silos, num_warmup=50, num_samples=50, num_chains=1, progress_bar=False, rng_key=KEY)
     point = origin(ours.split, ours.data)
     by_hand = split_model(gaussian_mixture, silos, check=False)
-    arrays = (tuple((bucket.args, bucket.mask) for bucket in ours.data.buckets), ())
+    arrays = (ours.data.arrays, ())
     energies = [run(lambda point, s=split: potential(s, {}, *arrays, point), point) for split in (ours.split, by_hand)]
     np.testing.assert_allclose(*energies, rtol=1e-5)
     local = ours.sample_local("s1", group_by_chain=True)
@@ -359,6 +359,7 @@ def test_pooled_nuts() -> None:
     assert np.array_equal(same.mean((0, 1)) > 0.5, np.arange(6) % 2 == 0)  # every other row has the first one's class
 
 
+@pytest.mark.slow
 def test_a_fit_is_that_of_the_mixture() -> None:
     """The same key, the same draws, the same densities: the same path, up to rounding."""
     silos = apart(9, 6, 3)
@@ -372,6 +373,7 @@ def test_a_fit_is_that_of_the_mixture() -> None:
 KEY = jax.random.key(3)
 
 
+@pytest.mark.slow
 def test_components_that_start_alike_part():
     """Two clusters at -2 and 2: from the default start the components find them, not their common mean."""
 

@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from models import MODELS, binary, counties, hospitals, item_response, no_locals, normal, regression, rows
+from sealed import sealed
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.split import split
@@ -20,8 +21,11 @@ from numpyro_fed.model.trace import PartitionError
 
 @pytest.mark.parametrize("name", MODELS)
 def test_labels(name: str) -> None:
+    """Also from shapes alone: arrays that nobody may read are divided alike."""
     case = MODELS[name]
-    found = partition(case.model, case.silos(), **case.options)
+    silos = case.silos()
+    found = partition(case.model, silos, **case.options)
+    assert partition(case.model, sealed(silos), **case.options) == found
     assert found.global_sites == case.global_sites
     assert found.local_sites == case.local_sites
     assert found.enumerated_sites == case.enumerated_sites
@@ -31,7 +35,7 @@ def test_labels(name: str) -> None:
     assert len(found.silo_plates) == len(set(found.silo_plates))
     terms = [site for site in found.sites if site.role in ("observed", "factor")]
     assert tuple(site.name for site in terms if site.at_server) == case.server_terms
-    assert found.num_silos == case.silos().num_silos
+    assert found.num_silos == silos.num_silos
 
 
 def test_every_argument_lies_on_at_most_one_axis() -> None:

@@ -48,7 +48,9 @@ def normal_silos(num_silos, seed=0):
     return nf.Silos({f"s{i}": dict(y=rng.normal(2.0, 1.1, n).astype(np.float32)) for i, n in enumerate(sizes)})
 
 
-@pytest.mark.parametrize("sizes", [(7,), (5, 3, 8)], ids=["one silo", "three silos"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((7,), marks=pytest.mark.slow), (5, 3, 8)], ids=["one silo", "three silos"]
+)
 def test_path_is_that_of_centralised_structured_inference(x64, sizes):
     """100 steps from the same start with the same draws: the parameters agree to 1e-10.
 
@@ -115,11 +117,11 @@ def test_path_is_that_of_centralised_structured_inference(x64, sizes):
         np.testing.assert_allclose(own["coupling"][: sizes[i], 0], params["C"][rows], atol=1e-10)
 
 
-@pytest.mark.parametrize("num_silos", [1, 20])
-def test_conjugate_hierarchy_is_exact(num_silos):
+@pytest.mark.parametrize(("num_silos", "rounds"), [(3, 600), pytest.param(20, None, marks=pytest.mark.slow)])
+def test_conjugate_hierarchy_is_exact(num_silos, rounds):
     """Mean within 0.01 sd, sd within 1 %, with the default settings; read off the guide, so no Monte Carlo error."""
     silos = normal_silos(num_silos)
-    fit = nf.SFVI(groups).run(jax.random.key(0), silos, progress_bar=False)
+    fit = nf.SFVI(groups).run(jax.random.key(0), silos, rounds, progress_bar=False)
     y = np.concatenate([silos[name]["y"] for name in silos.names]).astype(np.float64)
     precision = 1 / 9 + len(y) / 1.25
     mean, sd = y.sum() / 1.25 / precision, precision**-0.5
@@ -127,8 +129,8 @@ def test_conjugate_hierarchy_is_exact(num_silos):
     assert abs(float(fit.normal().covariance[0, 0]) ** 0.5 / sd - 1) < 0.01
 
 
-@pytest.mark.parametrize("num_silos", [1, 20])
-def test_conjugate_regression_is_exact(num_silos):
+@pytest.mark.parametrize(("num_silos", "rounds"), [(1, 600), pytest.param(20, None, marks=pytest.mark.slow)])
+def test_conjugate_regression_is_exact(num_silos, rounds):
     """No locals, three correlated coefficients, against the closed form."""
 
     def regression(x, y):
@@ -140,7 +142,7 @@ def test_conjugate_regression_is_exact(num_silos):
     x = rng.normal(size=(100, 3)) @ np.array([[1.0, 0.9, 0.0], [0.0, 0.3, 0.0], [5.0, 0.0, 0.2]])
     y = x @ np.array([30.0, -2.0, 0.5]) + 0.7 * rng.normal(size=100)
     silos = nf.split(np.arange(100) % num_silos, x=x.astype(np.float32), y=y.astype(np.float32))
-    fit = nf.SFVI(regression).run(jax.random.key(0), silos, progress_bar=False)
+    fit = nf.SFVI(regression).run(jax.random.key(0), silos, rounds, progress_bar=False)
     covariance = np.linalg.inv(x.T @ x / 0.49 + np.eye(3) / 100)
     sd = np.sqrt(np.diag(covariance))
     np.testing.assert_array_less(np.abs(fit.normal().mean - covariance @ x.T @ y / 0.49), 0.01 * sd)
@@ -166,6 +168,7 @@ def test_start_finds_an_answer_far_from_the_prior():
     assert fit.history["start"].sum() <= 30 and not fit.history["start"][-500:].any()
 
 
+@pytest.mark.slow
 def test_theta_is_learned():
     """Empirical Bayes: theta maximises the marginal likelihood, which is known here."""
 
@@ -199,6 +202,7 @@ def test_one_float32_step_agrees_between_engines_after_a_start():
     close(fast.state.silos, plain.state.silos, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_sampled_cohorts_reach_the_same_answer():
     silos = normal_silos(8)
     fit = nf.SFVI(groups).run(jax.random.key(0), silos, 6000, schedule=nf.schedules.sampled(3), progress_bar=False)
@@ -236,6 +240,7 @@ def test_other_indices_of_the_same_shape_are_noticed():
     assert found == ["aligned", "indexed", "aligned"]
 
 
+@pytest.mark.slow
 def test_a_fit_starts_another_method():
     """Other draws, guide and optimiser: the posterior found is the start, and the round counter begins anew."""
     silos = normal_silos(3)
@@ -250,6 +255,7 @@ def test_a_fit_starts_another_method():
         method.run(jax.random.key(1), other, 1, init_state=first, progress_bar=False)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_rounds():
     silos = normal_silos(3)
     method = nf.SFVI(groups)

@@ -8,6 +8,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from programs import compiled
+from tiers import tiers
 
 import numpyro_fed as nf
 from numpyro_fed.keys import fold_in_name, identity
@@ -61,7 +62,7 @@ def posterior(fit):
 # --- what a round does ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", ["equal", "size"])
+@pytest.mark.parametrize("weights", tiers(["equal", "size"], "size"))
 def test_a_round_is_local_steps_and_a_barycenter(x64, weights):
     """One round against SFVI run in each silo by itself, whose bound is scaled by handlers.scale, and the average."""
     rng = np.random.default_rng(1)
@@ -100,6 +101,7 @@ def test_a_round_is_local_steps_and_a_barycenter(x64, weights):
     assert fit.history["residual"][-1] < 1e-6
 
 
+@pytest.mark.slow
 def test_whole_scaling_is_a_power_of_the_likelihood(x64):
     """With locals, one silo's target is p(z_G) p(y_j | z_G)^(N / N_j): the locals are integrated, then powered."""
     rng = np.random.default_rng(0)
@@ -146,6 +148,7 @@ def fit_columns(fit):
     return set(fit.history)
 
 
+@pytest.mark.slow
 def test_warm_start_and_back():
     """SFVI from an averaged fit starts at its q, and SFVIAvg from SFVI's; both know theta and the locals."""
     rng = np.random.default_rng(0)
@@ -202,6 +205,7 @@ def test_one_silo_has_nothing_to_average():
 # --- each silo alone ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_independent_silos_have_their_own_posteriors():
     """Each against its closed form; mean within 0.02 sd, sd within 2 %. Nothing is sent."""
     silos = regression_silos((30, 60, 45), slope=0.5)

@@ -11,6 +11,7 @@ import optax
 import pytest
 from numpyro import handlers
 from programs import compiled
+from tiers import tiers
 
 import numpyro_fed as nf
 from numpyro_fed.data.padding import silo_data
@@ -246,12 +247,9 @@ METHODS = {
     "EP, identity": (nf.EP, dict(solver=nf.solvers.Identity(scale=0.25), damping=1.0), 16),
     "SEP, fisher": (nf.SEP, dict(solver="fisher"), 8),
 }
-QUICK = ("EP, fisher", "SEP, ngvi")
 
 
-@pytest.mark.parametrize(
-    "which", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
-)
+@pytest.mark.parametrize("which", tiers(METHODS, "EP, fisher"))
 def test_predictions_in_200_dimensions(which):
     """As good for rows that no silo has seen as the pooled posterior, but for .03 nats (guessing costs .16 more)."""
     (method, settings, rounds), (silos, new) = METHODS[which], regression()
@@ -322,7 +320,7 @@ def test_server_optimiser_moves_sites_not_the_prior(tied):
         for _ in range(3):
             state = None if fit is None else fit.state
             fit = method.run(jax.random.key(0), silos, 1, init_state=state, progress_bar=False)
-            yield method.q(fit.state.server), fit.state.server.sites
+            yield fit.posterior.q(fit.state.server), fit.state.server.sites
 
     plain = list(states(None))
     for optim, tolerance in ((optax.sgd(1.0), 1e-10), (optax.adam(0.1), None)):

@@ -41,7 +41,8 @@ class Fit(Fitted):
     def normal(self) -> Normal:
         """The normal over the unconstrained globals, in the order of ``fit.split.coordinate_names()``.
 
-        ``.mean``, ``.sds``, ``.covariance``. Of a corrected fit, the normal with its points' moments.
+        ``.mean``, ``.sds``, ``.covariance``, NumPy arrays: JAX would warn of float64 in a float32 program. Of a
+        corrected fit, the normal with its points' moments.
 
             >>> list(fit.split.coordinate_names()), fit.normal().sds.shape
             (['beta[0]', 'beta[1]'], (2,))
@@ -53,7 +54,11 @@ class Fit(Fitted):
                 "nf.SEP or nf.PVI, with nf.SFVI(model, guide=nf.guides.StructuredNormal()), or with nf.FedPA(model, "
                 "posterior=True), run to the end"
             )
+<<<<<<< HEAD
         return jax.tree.map(np.asarray, found)  # float64 wherever it was found in it, in a float32 program, too
+=======
+        return jax.tree.map(np.asarray, found)
+>>>>>>> tsnap
 
     # --- draws --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from sealed import sealed
-from table import METHODS, silos_for
+from table import LONG, METHODS, SLOW, silos_for
 
 import numpyro_fed as nf
 from numpyro_fed.data import stack
@@ -16,6 +16,16 @@ from numpyro_fed.engines.vmap import Vmap
 KEY = jax.random.key(0)
 HALF = 2  # rounds
 COHORT = nf.schedules.fixed([["york"]])
+
+
+def every_method(*slow: str) -> list[Any]:
+    """Values of the fixture ``runs``; ``slow`` are methods for which a law is a slow test."""
+    marks = lambda name: [pytest.mark.xdist_group(name), *[pytest.mark.slow] * (name in (*SLOW, *slow))]
+    return [pytest.param(name, marks=marks(name)) for name in METHODS]
+
+
+# A law that needs another program: slow tests of methods whose programs are long.
+another_program = pytest.mark.parametrize("runs", every_method(*LONG), indirect=True, scope="session")
 
 
 class Impatient(Vmap):
@@ -71,19 +81,20 @@ class Runs:
 
     @cached_property
     def padded(self) -> nf.Fit:
-        """All silos as long as the longest."""
+        """All silos longer than the longest."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stack, "PADDING", 100.0)
+            patch.setattr(stack, "round_up", lambda length: length + 3)
             return self.run(self.silos, engine=nf.engines.Loopback())
 
     @cached_property
     def cohort(self) -> nf.Fit:
         """One more round, of one silo."""
-        return self.run(self.silos, 1, schedule=COHORT, init_state=self.whole.state)
+        return self.run(self.silos, 1, schedule=COHORT, init_state=self.whole.state, engine=nf.engines.Loopback())
 
     @cached_property
-    def plain_cohort(self) -> nf.Fit:
-        return self.run(self.silos, 1, schedule=COHORT, init_state=self.whole.state, engine=nf.engines.Loopback())
+    def fast_cohort(self) -> nf.Fit:
+        return self.run(self.silos, 1, schedule=COHORT, init_state=self.whole.state)
 
 
 def close(a: Any, b: Any, rtol: float = 1e-8, atol: float = 1e-9) -> None:

@@ -9,7 +9,7 @@ import numpyro.distributions as dist
 import pytest
 from models import MODELS
 from numpyro import handlers
-from sealed import sealed
+from tiers import tiers
 
 import numpyro_fed as nf
 from numpyro_fed.data.silos import Silos
@@ -22,18 +22,9 @@ from numpyro_fed.run import survey
 from numpyro_fed.run.prepare import prepare
 
 FEW = ["glmm", "long format", "nested plates", "crossed own plates", "obs_mask", "reshape", "classes of counties"]
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in FEW]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_shapes_are_enough_to_divide_the_sites(name: str) -> None:
-    """The partition of arrays that nobody may read is that of the data."""
-    case = MODELS[name]
-    silos = case.silos()
-    assert partition(case.model, sealed(silos), **case.options) == partition(case.model, silos, **case.options)
-
-
-@pytest.mark.parametrize("name", [*FEW, *OTHERS])
+@pytest.mark.parametrize("name", tiers(MODELS, *FEW))
 def test_everyones_answers_together_are_those_of_single_silos(name: str) -> None:
     """Padded in buckets and all at once, or each by itself."""
     case = MODELS[name]
@@ -118,8 +109,8 @@ def test_observations_are_counted(name: str) -> None:
 
 # --- what shapes cannot tell ------------------------------------------------------------------------------------------
 
-# Whose sizes are equal in all silos, so that a plate could be the silos' own or shared by them: a user is asked. Values
-# could tell more, but the server does not see them.
+# Models of tests/models.py of which a user is asked, for a plate could be each silo's own or shared by all. Values
+# could tell more than shapes, but the server does not see them. (More questions are in test_partition.py.)
 ASKED: list[str] = []
 
 
@@ -133,4 +124,5 @@ def asks(name: str) -> bool:
 
 
 def test_who_is_asked() -> None:
-    assert [name for name in MODELS if asks(name)] == ASKED
+    """Those without options are divided without any in test_partition.py."""
+    assert [name for name, case in MODELS.items() if case.options and asks(name)] == ASKED
