@@ -19,7 +19,6 @@ import numpy as np
 from scipy.stats import invwishart
 
 from benchmarks.common import table
-from numpyro_fed.normal import sites
 from numpyro_fed.normal.families import DIAGONAL, IDENTITY, Natural, inverse, product, quotient, summed
 
 FAMILIES = {"diagonal": DIAGONAL, "one variance": IDENTITY, "fixed variance": None}
@@ -54,7 +53,7 @@ def ep(family, mean, precision, num_rounds):
 
     def one(each, _):
         q = summed(each)
-        cavities = jax.vmap(lambda site: sites.cavity(q, site))(each)
+        cavities = jax.vmap(lambda site: quotient(q, site))(each)
         tilted = jax.vmap(project)(cavities, likelihood)
         each = jax.vmap(quotient)(tilted, cavities)
         return each, family.mean(summed(each))

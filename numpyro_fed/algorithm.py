@@ -156,6 +156,7 @@ class Phase(NamedTuple):
     look: int | None = None  # rounds between two looks of the host, at most; None: the engine's own number
     remedy: str = "pass a smaller step: optim=optax.adam(1e-3)"  # against a loss that is not finite
     lacks: str = ""  # of a check: what a fit lacks without it
+    watched: bool = True  # what is not finite is an error (of a check: is left out)
 
 
 @runtime_checkable

@@ -54,7 +54,7 @@ class Fit(Fitted):
                 "nf.SEP or nf.PVI, with nf.SFVI(model, guide=nf.guides.StructuredNormal()), or with nf.FedPA(model, "
                 "posterior=True), run to the end"
             )
-        return jax.tree.map(np.asarray, found)
+        return jax.tree.map(np.asarray, found)  # float64 wherever it was found in it, in a float32 program, too
 
     # --- draws --------------------------------------------------------------------------------------------------------
 

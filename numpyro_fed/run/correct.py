@@ -127,6 +127,7 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
         finish=lambda left, server, info: left._replace(server=server),
         role="check",
         effort="some",
+        watched=False,  # a density may well be zero at some of the points
     )
     runner = Runner(chosen if chosen.holds_states else Vmap(), key, stack, split, as_schedule(None), False, "")
     runner.round = fit.state.round

@@ -150,7 +150,7 @@ class Runner:
         ended = self._loop(phase, self._key(phase), begun.server, states, self.round, lambda first, count: cohorts)
         if ended.interrupted:
             return left._replace(interrupted=True)
-        found = phase.finish(left, ended.server, ended.info) if all_finite(ended.server) else None
+        found = phase.finish(left, ended.server, ended.info) if not phase.watched or all_finite(ended.server) else None
         if found is None:
             warnings.warn(
                 "what some silo sent in the closing round was not finite, so it was left out: the fit is that of the "
@@ -167,7 +167,7 @@ class Runner:
     ) -> "Ended":
         """Rounds of a phase, chunk by chunk: between two chunks the host looks."""
         sent, names = self._traffic(phase, server, states), self.stack.names
-        size = min(phase.look or self.engine.chunk, self.engine.chunk)
+        look = phase.look or phase.num_rounds
         info: dict[str, np.ndarray] = {}
         done, interrupted, total = 0, False, phase.num_rounds
         title = "finding a start" if phase.role == "start" else self.label
@@ -175,12 +175,12 @@ class Runner:
         with tqdm(total=total, desc=title, disable=hidden, leave=kept, unit="round") as bar:
             try:
                 while done < total:
-                    count = min(size, total - done)
+                    count = min(self.engine.chunk, look - done % look, total - done)
                     cohorts = cohorts_of(first + done, count)
                     asked = len(names) if cohorts is None else cohorts.shape[1]
                     chunk = (phase.algorithm, key, self.stack, server, states, first + done, cohorts)
                     after = self.engine.rounds(*chunk, count, phase.effort)
-                    bad = _first_bad(after, count) if phase.role == "rounds" else None
+                    bad = _first_bad(after, count) if phase.role == "rounds" and phase.watched else None
                     if bad is not None:
                         good, (server, states, info) = last_good(self.engine, chunk, bad, phase.effort)
                         if good:
@@ -195,7 +195,7 @@ class Runner:
                     bar.update(count)
                     if "loss" in info:
                         bar.set_postfix(loss=f"{float(np.mean(info['loss'][-100:])):.4g}")
-                    if phase.done is not None and done < total and phase.done(info):
+                    if phase.done is not None and done % look == 0 and done < total and phase.done(info):
                         if kept and self.bar:
                             bar.write(f"nothing moves any more after {done} rounds")
                         break
