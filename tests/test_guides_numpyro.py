@@ -67,7 +67,7 @@ def test_densities_of_globals_belong_to_their_draws(name):
     params, base = bound.start_global(jax.random.key(0), split)
 
     def ratio(key):
-        z, log_q = bound.path(params, base, bound.noise(key, split.dim))
+        z, log_q = bound.rsample_with_log_prob(params, base, bound.noise(key, split.dim))
         return jnp.exp(split.log_prior(z, {}) - log_q)
 
     ratios = np.asarray(jax.jit(jax.vmap(ratio))(jax.random.split(jax.random.key(1), 20_000)))

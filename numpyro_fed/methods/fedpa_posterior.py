@@ -99,7 +99,7 @@ def dense(
         smallest = jnp.linalg.eigvalsh(unit_diagonal(jnp.asarray(precision))[0])[0]
         root = np.asarray(floored_inverse_root(jnp.asarray(precision), FLAT))
     doubt: tuple[str, ...] = ()
-    if smallest <= FLAT:
+    if float(smallest) <= FLAT:
         doubt = (
             "the silos' precisions and the prior's add up to a posterior that is flat, or not at a mode, in some "
             "direction: run more rounds, pass num_samples= (more), or give the parameters a prior that is narrower",
