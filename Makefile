@@ -27,7 +27,7 @@ $(STAMP): requirements.lock pyproject.toml
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test: lint types tests doctests  ## what must pass before a merge, in ten minutes
+test: lint types tests doctests  ## what must pass before a merge
 
 lint: $(STAMP)  ## style and common mistakes
 	$(RUN) -m ruff check .
