@@ -22,11 +22,16 @@ NEXT = 0x6E657874  # folded into a round's key for the broadcast that ends it: s
 def held(algorithm: FederatedAlgorithm, server: PyTree, key: Key, num_silos: int) -> StaleState:
     """The server of the :func:`stale` algorithm, when everyone has just received ``broadcast(key, server)``.
 
-    To start or go on from a server state, whatever schedule it comes from; the way back is ``.server``.
+    To start or go on from a server state, whatever schedule it comes from; :func:`current` is the way back.
     """
     common, each = _arrays(algorithm.broadcast(key, server))
     with jax.enable_x64(True):
         return StaleState(server, Broadcast(_repeated(common, num_silos), each))
+
+
+def current(server: PyTree) -> PyTree:
+    """The algorithm's own server state, whether or not it is run on stale broadcasts."""
+    return server.server if isinstance(server, StaleState) else server
 
 
 @lru_cache(maxsize=32)  # engines take algorithms as static arguments: the same one must give the same one

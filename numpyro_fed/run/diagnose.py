@@ -10,7 +10,7 @@ import numpy as np
 from numpyro_fed.algorithm import Phase, Posterior, PyTree
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines.base import Engine, sent_to
-from numpyro_fed.engines.stale import StaleState
+from numpyro_fed.engines.stale import current
 from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 from numpyro_fed.model.split_model import SplitModel
 
@@ -86,7 +86,7 @@ def explained(
 def _bad_sites(split: SplitModel, posterior: Posterior, error: NonFinite, state: PyTree, data: Any) -> Iterable[str]:
     z, z_local, theta = jnp.full(split.dim, 0.01), split.near_zero_local(data.mask), split.theta
     if error.phase.role == "rounds":
-        server = error.server.server if isinstance(error.server, StaleState) else error.server
+        server = current(error.server)
         key = jax.random.key(0)
         drawn = posterior.sample(key, server)
         if bool(jnp.all(jnp.isfinite(drawn))):

@@ -17,7 +17,7 @@ from numpyro_fed.algorithm import Left, Phase, PyTree
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import Engine, Traffic, traffic
-from numpyro_fed.engines.stale import held, stale
+from numpyro_fed.engines.stale import current, held, stale
 from numpyro_fed.keys import SERVER, digest
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.run.diagnose import NonFinite, all_finite, last_good
@@ -127,7 +127,7 @@ class Runner:
             server = held(phase.algorithm, server, key, len(names))
             phase = phase._replace(algorithm=stale(phase.algorithm, len(names)))
         ended = self._loop(phase, self.key, server, states, self.round, self._cohorts)
-        server = ended.server.server if late else ended.server
+        server = current(ended.server)
         if ended.interrupted or not ended.done:
             return left._replace(server=server, interrupted=ended.interrupted), ended.states
         found = finish(left, server, ended.info)
