@@ -104,7 +104,7 @@ def test_mean_over_all_minibatches_is_the_whole_silo(x64, case):
     eps = {g.name: jnp.asarray(noise.normal(size=(num, g.num_rows(data.mask), g.size))) for g in split.groups}
     room, apart = minibatch.rows_apart(split, 2, data, found)
     assert all(apart.values())
-    plan = minibatch.plan(split, Survey(2, (1, 1), room=int(room)), kind, 2)
+    plan = minibatch.plan(split, Survey(2, room=int(room)), kind, 2)
     drawn = tuple(g.name for g in split.groups if g.axes)
 
     def bound(taken=None):

@@ -16,7 +16,7 @@ import numpy as np
 
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.inputs import leaves
-from numpyro_fed.data.silos import Silos, at_silo
+from numpyro_fed.data.silos import Silos
 
 
 class SiloData(NamedTuple):
@@ -93,9 +93,8 @@ def shared_arrays(silos: Silos) -> tuple[Any, ...]:
 def silo_data(
     silos: Silos, name: str, spec: CallSpec, axes: tuple[Axis, ...], lengths: dict[str, int] | None = None
 ) -> SiloData:
-    """One silo's data, padded to ``lengths`` (its own lengths when not given); read in its room."""
-    with at_silo(name):
-        own = padded_data(silos, name, spec, axes, lengths)
+    """One silo's data, padded to ``lengths`` (its own lengths when not given). Call it in the silo's room."""
+    own = padded_data(silos, name, spec, axes, lengths)
     return _on_device(own)._replace(shared=shared_arrays(silos))
 
 

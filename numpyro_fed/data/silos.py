@@ -27,8 +27,11 @@ _inside: ContextVar[str | None] = ContextVar("silo", default=None)
 
 
 @contextmanager
-def at_silo(name: str) -> Iterator[None]:
-    """The room of a silo: what is done in here is done where its data are. Arrays of a silo are read nowhere else.
+def at_silo(name: str | None) -> Iterator[None]:
+    """The room of a silo (None: of the server): what is done in here is done where its data are.
+
+    Arrays of a silo are read nowhere else. Whoever opens a room says so: an engine, for the functions of an algorithm,
+    and what is made of a fit for one silo.
 
     >>> with at_silo("york"):
     ...     inside()
@@ -92,6 +95,14 @@ class Silos(Mapping[str, dict[str, Any]]):
         some.shared, some.own_counts = self.shared, self.own_counts
         some._data = {name: self.own(name) for name in names}
         return some
+
+    def joined(self, others: "Silos") -> "Silos":
+        """These silos and others, who come last. Both have been checked; that they are alike is checked by shapes."""
+        check_alike({**self._data, **others._data})
+        everyone = object.__new__(Silos)
+        everyone.shared, everyone.own_counts = self.shared, self.own_counts | others.own_counts
+        everyone._data = {**self._data, **others._data}
+        return everyone
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         return self.own(name) | self.shared

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.data.axis import Axis
-from numpyro_fed.data.inputs import leaves
+from numpyro_fed.data.inputs import leaves, shared_digest
 from numpyro_fed.data.padding import CallSpec, SiloData, padded_data, shared_arrays
 from numpyro_fed.data.silos import Silos, at_silo
 from numpyro_fed.keys import identities
@@ -167,7 +167,7 @@ class Bucket(NamedTuple):
 
 
 class Stack:
-    """All silos, in buckets, as engines take them. Nothing is read before somebody asks, and then in its silo's room.
+    """All silos, in buckets, as engines take them. Nothing is read before an engine asks, and then in its silo's room.
 
     Of a store ``names`` are all silos', and the buckets hold an example of a few of them.
     """
@@ -200,11 +200,10 @@ class Stack:
         return self.names.index(name)
 
     def data(self, name: str) -> SiloData:
-        """One silo's data on the device, padded as in its bucket; read in its own room."""
+        """One silo's data on the device, padded as in its bucket. Call it in the silo's room."""
         if self.known:
             lengths = self.buckets[self.place(name)[0]].lengths
-            with at_silo(name):
-                own = padded_data(self.silos, name, self.spec, self.axes, lengths)
+            own = padded_data(self.silos, name, self.spec, self.axes, lengths)
             return jax.tree.map(jnp.asarray, own)._replace(shared=self.shared)
         _, args, mask = self.cohort([self.index(name)])
         args, mask = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), (args, mask))
@@ -212,7 +211,7 @@ class Stack:
 
     @cached_property
     def arrays(self) -> tuple[tuple[tuple[Array, ...], dict[str, Array]], ...]:
-        """Each bucket's arguments and masks, stacked over its silos, on the device."""
+        """Each bucket's arguments and masks, stacked over its silos: for engines in which all silos live."""
         out = []
         for bucket in self.buckets:
             members = []
@@ -244,17 +243,18 @@ class Stack:
     @property
     def description_bytes(self) -> int:
         """What the silos told of their arguments: names, types, shapes and ints."""
-        return sum(len(described(self.silos.own(name))) for name in self.silos.names)
+        shared = shared_digest(self.silos.shared)
+        return sum(len(described(self.silos.own(name), shared)) for name in self.silos.names)
 
 
-def described(args: Mapping[str, Any]) -> bytes:
-    """What a silo tells of its arguments before anything else, and no value of an array.
+def described(args: Mapping[str, Any], shared: str) -> bytes:
+    """What a silo tells of its arguments before anything else: no value of an array, and of shared ones a digest.
 
-    >>> described(dict(y=np.zeros((3, 2), "f"), num_counties=2))
-    b'{"num_counties": 2, "y": ["float32", 3, 2]}'
+    >>> described(dict(y=np.zeros((3, 2), "f"), num_counties=2), "4f3a")
+    b'{"own": {"num_counties": 2, "y": ["float32", 3, 2]}, "shared": "4f3a"}'
     """
-    told = {path: leaf if isinstance(leaf, int) else [str(leaf.dtype), *leaf.shape] for path, leaf in leaves(args)}
-    return json.dumps(told).encode()
+    own = {path: leaf if isinstance(leaf, int) else [str(leaf.dtype), *leaf.shape] for path, leaf in leaves(args)}
+    return json.dumps({"own": own, "shared": shared}).encode()
 
 
 def stack_of(silos: Any, some: Silos, spec: CallSpec, axes: tuple[Axis, ...]) -> Stack:

@@ -27,7 +27,7 @@ import numpy as np
 from numpyro_fed.checks import format_names
 from numpyro_fed.data.inputs import checked_arguments, leaves
 from numpyro_fed.data.names import LazyNames
-from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.silos import Silos, at_silo
 
 EXAMPLE = 8  # silos from which the model's partition is made
 
@@ -178,7 +178,11 @@ class SiloStore:
 
     def only(self, *names: str) -> Silos:
         """Some of the silos, by name, in memory."""
-        return Silos({name: self._raw(self.names.index(name)) for name in names}, shared=self.shared)
+        found = {}
+        for name in names:
+            with at_silo(name):
+                found[name] = self._raw(self.names.index(name))
+        return Silos(found, shared=self.shared)
 
     def example(self, num_silos: int = EXAMPLE) -> Silos:
         """The first silo, the last, and some in between that are always the same ones.
@@ -194,7 +198,11 @@ class SiloStore:
 
     def read(self, index: int) -> dict[str, Any]:
         """A silo's own arguments by its index, checked against the example's."""
-        name, args = self.names[index], self._raw(index)
+        name = self.names[index]
+        with at_silo(name):
+            return self._checked(name, self._raw(index))
+
+    def _checked(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         found, structure = jax.tree.flatten(args)
         paths, expected, like = self._expected
         if structure == expected and all(map(_fits, found, like)):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
+from numpyro_fed.data.silos import at_silo
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import sent_to
@@ -39,7 +40,9 @@ class Loopback:
             found = []
             for name in bucket.names:
                 received, _ = _through_wire(sent_to(broadcast, stack.names.index(name)))
-                found.append(_init_silo(algorithm, fold_in_name(key, identity(name)), received, stack.data(name)))
+                with at_silo(name):
+                    state = _init_silo(algorithm, fold_in_name(key, identity(name)), received, stack.data(name))
+                found.append(state)
             states.append(stacked(found))
         return server, tuple(states)
 
@@ -57,7 +60,7 @@ class Loopback:
         effort: str = "most",
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
         rows = []
-        data = {name: stack.data(name) for name in stack.names}
+        data: dict[str, Any] = {}  # each in its silo
         for i in range(count):
             round_key = jax.random.fold_in(key, first + i)
             server_key = jax.random.fold_in(round_key, SERVER)
@@ -71,7 +74,10 @@ class Loopback:
                 down += size
                 state = jax.tree.map(lambda leaf, at=at: leaf[at], silos[b])
                 key_j = fold_in_name(round_key, identity(name))
-                message, state = _silo_step(algorithm, key_j, received, state, data[name])
+                with at_silo(name):
+                    if name not in data:
+                        data[name] = stack.data(name)
+                    message, state = _silo_step(algorithm, key_j, received, state, data[name])
                 message, size = _through_wire(message)
                 up += size
                 messages.append(message)
@@ -91,9 +97,11 @@ class Loopback:
         out = []
         for b, bucket in enumerate(stack.buckets):
             each = []
-            for at in range(len(bucket.names)):
+            for at, name in enumerate(bucket.names):
                 own = [None if s is None else jax.tree.map(lambda leaf, at=at: leaf[at], s[b]) for s in states]
-                each.append(function(_through_wire(given)[0], *own))
+                received, _ = _through_wire(given)
+                with at_silo(name):
+                    each.append(function(received, *own))
             out.append(stacked(each))
         return tuple(out)
 

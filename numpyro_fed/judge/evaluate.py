@@ -20,6 +20,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_fed.algorithm import Posterior, PyTree
 from numpyro_fed.checks import check_key
+from numpyro_fed.data.silos import at_silo
 from numpyro_fed.judge.metrics import accuracy, checked, ece
 from numpyro_fed.model.forward import Call, Request, predicted
 from numpyro_fed.model.new_units import used_arguments
@@ -95,7 +96,8 @@ def evaluate(
     key = jax.random.key(0) if rng_key is None else check_key(rng_key)
     program, used = _told(fit, _chosen(fit.split.partition, site))
     keys, server = jax.random.split(key, int(num_samples)), fit.state.server
-    asked = predict.asked(fit, data, silo, plain=True, used=used)
+    with at_silo(silo):
+        asked = predict.asked(fit, data, silo, plain=True, used=used)
     local = fit.split.partition.local_sites or fit.split.partition.enumerated_sites
     once = keys if local else keys[:1]  # without local latents, all draws at a point are equal
     centre = _centre(fit, keys[0])

@@ -18,6 +18,7 @@ from numpyro_fed.algorithm import Left, Plan, Posterior, Program
 from numpyro_fed.checks import check_count, check_key
 from numpyro_fed.engines.base import Engine
 from numpyro_fed.engines.choose import check_engine, default_engine
+from numpyro_fed.engines.stale import current
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
@@ -126,7 +127,7 @@ class Method:
         except NonFinite as error:
             told = explained(error, split, program.posterior, prepared.stack, engine)
             if error.phase.role == "rounds":
-                told.fit = fit(Left(server=error.server), error.states, warn=False)
+                told.fit = fit(Left(server=current(error.server)), error.states, warn=False)
             raise told from None
         return fit(left, states)
 

@@ -101,7 +101,7 @@ class Independent(SFVI):
     """
 
     def compile(self, split: SplitModel, survey: Survey, plan: Plan) -> Program:
-        together = super().compile(split, survey._replace(num_silos=1, sizes=survey.sizes[:1]), plan)
+        together = super().compile(split, survey.only(0), plan)
         phases = [phase._replace(algorithm=_alone(phase.algorithm)) for phase in together.phases]
         if len(phases) > 1:
             phases[0] = phases[0]._replace(finish=_all_started)
@@ -147,7 +147,7 @@ class Independent(SFVI):
             history={"loss": loss, "bytes_up": nothing, "bytes_down": nothing, "start": started},
             padded=(fit.padded[bucket],),
             silos=None if fit.silos is None else fit.silos.only(name),
-            survey=fit.survey._replace(num_silos=1, sizes=(fit.survey.sizes[at],)),
+            survey=fit.survey.only(at),
             records=(),
             again=SFVI(**{field.name: getattr(self, field.name) for field in fields(SFVI)}).again(),
         )

@@ -12,6 +12,7 @@ from numpyro.distributions.distribution import validation_enabled
 
 from numpyro_fed.data.padding import CallSpec, call_spec, shared_arrays
 from numpyro_fed.data.silos import Silos
+from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model import enumeration
 from numpyro_fed.model.certificate import certify
 from numpyro_fed.model.enumeration import Enumeration
@@ -27,32 +28,36 @@ Array = jax.Array
 
 def split_model(model: Model, silos: Silos, local: Any = None, shared: Any = None, check: bool = True) -> SplitModel:
     """Split ``model`` over ``silos``; raises when the split would not be exact."""
+    split = uncertified(model, silos, local, shared)
     if not check:
-        return _uncertified(model, silos, local, shared)
-    split, failed = certified(model, silos, local, shared)
+        return split
+    split, failed = certified(split, silos)
     check_support(split, silos)
     if failed is not None:
         raise failed
     return split
 
 
-def certified(model: Model, silos: Silos, local: Any, shared: Any) -> tuple[SplitModel, PartitionError | None]:
-    """The split, and what its certificate says where it does not hold: impossible observations may be to blame."""
-    split = _uncertified(model, silos, local, shared)
-    part = split.partition
-    # Silos of equal size are padded for speed alone: where rows mix, they need not be.
-    equal = {axis.name for axis in part.axes if axis.free and len(set(axis.lengths.values())) == 1}
-    failed = certify(split, silos)
-    if failed is not None and equal:
-        axes = tuple(axis._replace(free=axis.free and axis.name not in equal) for axis in part.axes)
-        split = split._replace(partition=replace(part, axes=axes))
-        failed = certify(split, silos)
-    return split, failed
-
-
-def _uncertified(model: Model, silos: Silos, local: Any, shared: Any) -> SplitModel:
+def uncertified(model: Model, silos: Silos, local: Any, shared: Any) -> SplitModel:
+    """The split, from shapes and shared arguments alone."""
     part = partition(model, silos, local, shared)
     return from_spec(model, part, call_spec(silos, part.axes), shared_arrays(silos))
+
+
+def certified(split: SplitModel, silos: Silos) -> tuple[SplitModel, PartitionError | None]:
+    """The split, and what its certificate says where it does not hold: impossible observations may be to blame.
+
+    Silos of equal size are padded for speed alone: where rows mix, they need not be.
+    """
+    failed = certify(split, silos)
+    part = split.partition
+    equal = {axis.name for axis in part.axes if axis.free and len(set(axis.lengths.values())) == 1}
+    if failed is None or not equal:
+        return split, failed
+    axes = tuple(axis._replace(free=axis.free and axis.name not in equal) for axis in part.axes)
+    make = lambda: split._replace(partition=replace(part, axes=axes))
+    unpadded = remembered(make, "unpadded", ByIdentity(split))
+    return unpadded, certify(unpadded, silos)
 
 
 def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array, ...]) -> SplitModel:

@@ -14,9 +14,10 @@ from numpyro.infer.util import potential_energy
 
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.padding import SiloData, silo_data
-from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.silos import Silos, at_silo
 from numpyro_fed.data.stack import round_up
 from numpyro_fed.keys import digest
+from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model import discrete as enum
 from numpyro_fed.model.layout import with_mask
 from numpyro_fed.model.split_model import SplitModel
@@ -24,31 +25,40 @@ from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.precision import UNOPTIMISED, compiled_once
 
 Array = jax.Array
+ASKED = 4  # silos, at most
 DRAWN = np.arange(4)  # keys of the discrete values at which a split is checked: few rows might have equal values
 
 
-def certify(split: SplitModel, silos: Silos, max_silos: int = 4, seed: int = 0) -> PartitionError | None:
+def certify(split: SplitModel, silos: Silos, max_silos: int = ASKED, seed: int = 0) -> PartitionError | None:
     """Check on real silos that log_prior + log_silo is NumPyro's own log density of the unpadded model.
 
     The padded split is evaluated at a random point with random values in the padded rows; NumPyro evaluates the
-    unpadded model at the same point, and at discrete values drawn row by row. Returns an
-    error that names the sites that differ, if any.
+    unpadded model at the same point, and at discrete values drawn row by row. Each silo does so in its own room, and
+    tells whether the two agree. Returns an error that names the sites that differ, if any.
     """
-    axes = split.partition.axes
-    names = _chosen(silos, axes, max_silos, seed)
-    longest = {axis.name: (round_up if axis.free else int)(max(axis.lengths.values())) for axis in axes}
-    both = jax.jit(partial(_both, split), compiler_options=UNOPTIMISED)  # one program for silos of the same shapes
-    for name in names:
-        own = {axis.name: axis.lengths[name] for axis in axes}
-        plain = silo_data(silos, name, split.spec, axes)
-        # twice the rows at most: what a bucket may pad to
-        padded = silo_data(silos, name, split.spec, axes, {a: min(longest[a], 2 * own[a]) for a in own})
-        ours, theirs, size = both(*_point(split, seed, plain, padded), plain, padded)
-        tolerance = (1e-9 if jnp.asarray(ours).dtype == jnp.float64 else 2e-5) * (1 + float(size))
-        if np.isfinite(theirs) and np.isfinite(ours) and abs(float(ours - theirs)) <= tolerance:
-            continue
-        return PartitionError(_explain(split, name, plain, padded, seed, float(ours), float(theirs)))
+    for name in _chosen(silos, split.partition.axes, max_silos, seed):
+        with at_silo(name):
+            failed = _differs(split, silos, name, seed)
+        if failed:
+            return PartitionError(failed)
     return None
+
+
+def _differs(split: SplitModel, silos: Silos, name: str, seed: int) -> str:
+    """What is wrong in a silo; nothing, where its certificate holds."""
+    axes = split.partition.axes
+    make = lambda: jax.jit(partial(_both, split), compiler_options=UNOPTIMISED)
+    both = remembered(make, "certificate", ByIdentity(split))  # one program for silos of the same shapes
+    longest = {axis.name: (round_up if axis.free else int)(max(axis.lengths.values())) for axis in axes}
+    own = {axis.name: axis.lengths[name] for axis in axes}
+    plain = silo_data(silos, name, split.spec, axes)
+    # twice the rows at most: what a bucket may pad to
+    padded = silo_data(silos, name, split.spec, axes, {a: min(longest[a], 2 * own[a]) for a in own})
+    ours, theirs, size = both(*_point(split, seed, plain, padded), plain, padded)
+    tolerance = (1e-9 if jnp.asarray(ours).dtype == jnp.float64 else 2e-5) * (1 + float(size))
+    if np.isfinite(theirs) and np.isfinite(ours) and abs(float(ours - theirs)) <= tolerance:
+        return ""
+    return _explain(split, name, plain, padded, seed, float(ours), float(theirs))
 
 
 def _chosen(silos: Silos, axes: tuple[Axis, ...], count: int, seed: int) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from numpyro_fed.data.silos import at_silo
 from numpyro_fed.keys import identity
 from numpyro_fed.results import predict
 from numpyro_fed.results.dims import Dims
@@ -85,17 +86,19 @@ def container(groups: dict[str, dict[str, Any]], method: str) -> Any:
 
 def _observations(fit: Fitted, silo: str) -> dict[str, tuple[Array, Array]]:
     """``{observed site: (its values, which of them count)}``, unpadded."""
-    data, own = data_of(fit, silo)
-    data = data if own is None else own
-    values, counts = fit.programs.observations(data)
-    values, counts = unpadded(fit, values, silo, data), unpadded(fit, counts, silo, data, densities=True)
+    with at_silo(silo):
+        data, own = data_of(fit, silo)
+        data = data if own is None else own
+        values, counts = fit.programs.observations(data)
+        values, counts = unpadded(fit, values, silo, data), unpadded(fit, counts, silo, data, densities=True)
     return {name: (values[name], counts[name]) for name in values}
 
 
 def _log_likelihoods(fit: Fitted, keys: Array, silo: str) -> dict[str, Array]:
-    padded, own = data_of(fit, silo)
     state, _ = fit.state.silo(silo)
     server = fit.state.server
     z = fit.programs.z(keys, server)
-    found = fit.programs.log_likelihoods(keys, z, identity(silo), server, state, padded, own)
-    return unpadded(fit, found, silo, padded if own is None else own, densities=True)
+    with at_silo(silo):
+        padded, own = data_of(fit, silo)
+        found = fit.programs.log_likelihoods(keys, z, identity(silo), server, state, padded, own)
+        return unpadded(fit, found, silo, padded if own is None else own, densities=True)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from numpyro_fed.checks import check_count, check_key
 from numpyro_fed.data.padding import SiloData, axis_lengths, cut, silo_data
+from numpyro_fed.data.silos import at_silo
 from numpyro_fed.data.stack import Bucket, Stack, gathered
 from numpyro_fed.keys import identity
 from numpyro_fed.model import forward
@@ -33,13 +34,15 @@ def silo_draws(fit: Fitted, keys: Array, silo: str) -> Draws:
     state, _ = fit.state.silo(silo)
     if fit.reads_data:
         fit.need_silos(f"draws of {silo!r}'s latents, which the encoder reads off its data,")
-    padded, own = data_of(fit, silo)
     server, programs = fit.state.server, fit.programs
     z = programs.z(keys, server)
-    local = programs.local_sites(keys, z, identity(silo), server, state, padded, own)
+    with at_silo(silo):
+        padded, own = data_of(fit, silo)
+        local = programs.local_sites(keys, z, identity(silo), server, state, padded, own)
+        local = unpadded(fit, local, silo, padded if own is None else own)
     if fit.silos is None:
         local = {name: value for name, value in local.items() if name not in computed_from_data(fit)}
-    return {**programs.global_sites(z, server), **unpadded(fit, local, silo, padded if own is None else own)}
+    return {**programs.global_sites(z, server), **local}
 
 
 # --- a silo's data ----------------------------------------------------------------------------------------------------
@@ -53,8 +56,8 @@ def lengths_of(split: SplitModel, silo: str) -> dict[str, int]:
 def data_of(fit: Fitted, silo: str, plain: bool = False) -> tuple[SiloData, SiloData | None]:
     """A silo's data padded as in the run, and without padding where that could be seen, or is asked for: ``plain``.
 
-    A program for padded data serves all silos of a bucket, so the second is None where the first will do. Rows do not
-    meet in a log density, but they may in a deterministic site (a mean over them).
+    Call it in the silo's room. A program for padded data serves all silos of a bucket, so the second is None where the
+    first will do. Rows do not meet in a log density, but they may in a deterministic site (a mean over them).
     """
     split = fit.split
     if fit.from_store:

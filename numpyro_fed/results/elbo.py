@@ -6,14 +6,15 @@ A posterior that has a density offers what it takes: a draw with its log density
 """
 
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from numpyro_fed.algorithm import Key, PyTree
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.keys import fold_in_name, identities
+from numpyro_fed.data.silos import at_silo
+from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.memo import ByIdentity
 from numpyro_fed.precision import ONCE
 from numpyro_fed.results.draws import stack_of
@@ -42,28 +43,31 @@ def elbo(fit: Fitted, keys: Array) -> float:
             f"nf.{fit.state.method} finds a point, which has no evidence bound; fit.history['loss'] is minus its "
             "density"
         )
-    stack = stack_of(fit)
-    silos = tuple(
-        (identities(bucket.names), states, *arrays)
-        for bucket, states, arrays in zip(stack.buckets, fit.state.silos, stack.arrays, strict=True)
-    )
-    values = _bounds(ByIdentity(fit.posterior), ByIdentity(fit.split), keys, fit.state.server, silos, stack.shared)
-    return float(jnp.mean(values))
+    of, within, server, stack = ByIdentity(fit.posterior), ByIdentity(fit.split), fit.state.server, stack_of(fit)
+    z, total = _at_server(of, within, keys, server)
+    for name in fit.state.names:
+        state, _ = fit.state.silo(name)
+        with at_silo(name):
+            own = jax.vmap(fold_in_name, (0, None))(keys, identity(name))
+            total = total + _in_silo(of, own, z, server, state, stack.data(name))
+    return float(total)
 
 
 @partial(jax.jit, static_argnums=(0, 1), compiler_options=ONCE)
-def _bounds(
-    of: ByIdentity, within: ByIdentity, keys: Array, server: PyTree, silos: tuple[Any, ...], shared: tuple
-) -> Array:
+def _at_server(of: ByIdentity, within: ByIdentity, keys: Array, server: PyTree) -> tuple[Array, Array]:
+    """Draws of the globals, and the mean of log p - log q there."""
     posterior, split = of.value, within.value
 
-    def one(key: Array) -> Array:
+    def one(key: Array) -> tuple[Array, Array]:
         z, log_q = posterior.sample_with_log_prob(key, server)
-        total = split.log_prior(z, posterior.theta(server)) - log_q
+        return z, split.log_prior(z, posterior.theta(server)) - log_q
 
-        def term(words: Array, silo: PyTree, args: Any, mask: Any) -> Array:
-            return posterior.silo_elbo(fold_in_name(key, words), z, server, silo, SiloData(args, mask, shared))
+    z, values = jax.lax.map(one, keys)
+    return z, jnp.mean(values)
 
-        return total + sum((jnp.sum(jax.vmap(term)(*bucket)) for bucket in silos), jnp.zeros(()))
 
-    return jax.lax.map(one, keys)
+@partial(jax.jit, static_argnums=0, compiler_options=ONCE)
+def _in_silo(of: ByIdentity, keys: Array, z: Array, server: PyTree, silo: PyTree, data: SiloData) -> Array:
+    """The silo's mean term at these draws: a number is all that leaves."""
+    term = lambda key_and_z: of.value.silo_elbo(*key_and_z, server, silo, data)
+    return jnp.mean(jax.lax.map(term, (keys, z)))

@@ -20,7 +20,7 @@ from scipy.stats import chi2
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import PyTree
 from numpyro_fed.checks import VerdictWarning, check_count, check_key
-from numpyro_fed.data.inputs import leaves
+from numpyro_fed.data.inputs import shared_digest
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.model.layout import real_rows
 from numpyro_fed.normal.families import Family, Natural, product, quotient, summed
@@ -159,18 +159,12 @@ def _joined(old: Silos, new: Silos) -> Silos:
             f"silo {both[0]!r} is in the fit already: give new silos names of their own, or take it out first: "
             f"fit.without({both[0]!r})"
         )
-    if [p for p, _ in leaves(old.shared)] != [p for p, _ in leaves(new.shared)] or not all(
-        np.array_equal(a, b) for (_, a), (_, b) in zip(leaves(old.shared), leaves(new.shared), strict=True)
-    ):
+    if shared_digest(old.shared) != shared_digest(new.shared):
         raise ValueError(
             f"the new silos have other shared arguments ({', '.join(new.shared) or 'none'}) than the fit "
             f"({', '.join(old.shared) or 'none'}), or other values: pass nf.Silos(..., shared=fit.silos.shared)"
         )
-    with warnings.catch_warnings():  # said when they were made
-        warnings.simplefilter("ignore", UserWarning)
-        everyone = Silos({name: part.own(name) for part in (old, new) for name in part}, shared=old.shared)
-    everyone.own_counts = old.own_counts | new.own_counts
-    return everyone
+    return old.joined(new)
 
 
 def _cut(fit: F, rest: tuple[str, ...], server: Any, seconds: float) -> F:

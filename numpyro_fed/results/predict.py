@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from numpyro_fed.data.padding import SiloData, axis_lengths, from_arguments, silo_data
+from numpyro_fed.data.silos import at_silo
 from numpyro_fed.keys import identity
 from numpyro_fed.model.forward import Call, Request, call_of, unit_axes
 from numpyro_fed.model.new_units import arguments
@@ -35,10 +37,12 @@ class Asked(NamedTuple):
 
 def predict(fit: Fitted, keys: Array, data: Mapping[str, Any] | None, silo: str | None) -> dict[str, Array]:
     """See :meth:`numpyro_fed.results.fit.Fit.predict`."""
-    call, request, own = asked(fit, data, silo)
     server = fit.state.server
-    draws = fit.programs.predictor(call, keys, fit.programs.z(keys, server), server, request)
-    return draws if own is None else unpadded(fit, draws, str(silo), own)
+    z = fit.programs.z(keys, server)
+    with at_silo(silo):
+        call, request, own = asked(fit, data, silo)
+        draws = fit.programs.predictor(call, keys, z, server, request)
+        return draws if own is None else unpadded(fit, draws, str(silo), own)
 
 
 def asked(
@@ -49,7 +53,7 @@ def asked(
     plain: bool = False,
     used: frozenset[str] | None = None,
 ) -> Asked:
-    """From what a user asks for to what is computed.
+    """From what a user asks for to what is computed. Call it in the silo's room, where there is one.
 
     Args:
         fit, data, silo: as :meth:`numpyro_fed.results.fit.Fit.predict` has them.
@@ -155,5 +159,6 @@ def new_arguments(
     own = {} if silo is None else fit.any_silos.own(silo)
     if fit.silos is None:  # then only the ints are real
         own = {name: value for name, value in own.items() if isinstance(value, int)}
+    own = jax.tree.map(lambda leaf: leaf if isinstance(leaf, int) else np.asarray(leaf), own)
     used = fit.programs.used_arguments if used is None else used
     return arguments(fit.split, used, data, own, silo or "new")

@@ -15,7 +15,7 @@ from numpyro_fed.results.correction import CorrectedPosterior, Correction
 from numpyro_fed.results.programs import Programs
 from numpyro_fed.results.state import Again, State
 
-NOT_ASKED = Survey(0, ())
+NOT_ASKED = Survey(0)
 
 
 @dataclass(frozen=True, repr=False, eq=False)

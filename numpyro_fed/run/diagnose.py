@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Phase, Posterior, PyTree
+from numpyro_fed.data.silos import at_silo
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines.base import Engine, sent_to
 from numpyro_fed.engines.stale import current
@@ -65,17 +66,18 @@ def explained(
     culprits = []
     for j in index:
         name, received = stack.names[j], sent_to(sent, j)
-        data = stack.data(name)
-        if engine.holds_states:
-            b, position = stack.place(name)
-            state = jax.tree.map(lambda leaf, position=position: leaf[position], error.states[b])
-        else:
-            start_key = fold_in_name(jax.random.fold_in(error.key, START), identity(name))
-            state = algorithm.init_silo(start_key, received, data)
-        message, _ = algorithm.silo_step(fold_in_name(round_key, identity(name)), received, state, data)
-        if not all(bool(np.all(np.isfinite(leaf))) for leaf in jax.tree.leaves(message)):
-            sites = _bad_sites(split, posterior, error, state, data)
-            culprits.append(f"{name!r} ({', '.join(sites) or 'its gradient'})")
+        with at_silo(name):  # what it tells is the names of its sites
+            data = stack.data(name)
+            if engine.holds_states:
+                b, position = stack.place(name)
+                state = jax.tree.map(lambda leaf, position=position: leaf[position], error.states[b])
+            else:
+                start_key = fold_in_name(jax.random.fold_in(error.key, START), identity(name))
+                state = algorithm.init_silo(start_key, received, data)
+            message, _ = algorithm.silo_step(fold_in_name(round_key, identity(name)), received, state, data)
+            if not all(bool(np.all(np.isfinite(leaf))) for leaf in jax.tree.leaves(message)):
+                sites = ", ".join(_bad_sites(split, posterior, error, state, data))
+                culprits.append(f"{name!r} ({sites or 'its gradient'})")
     where = f"silo {', '.join(culprits)}" if culprits else "the server's prior term"
     return NonFiniteError(
         f"the loss is not finite at round {error.at}, from {where}. Standardise the data, check the distributions' "

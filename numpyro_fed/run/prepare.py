@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.data.inputs import leaves
+from numpyro_fed.data.inputs import leaves, shared_digest
 from numpyro_fed.data.silos import Silos, at_silo
 from numpyro_fed.data.stack import Stack, stack_of
 from numpyro_fed.engines.base import Engine, Traffic
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.memo import remembered
-from numpyro_fed.model.build import certified
+from numpyro_fed.model.build import certified, uncertified
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.support import outside
 from numpyro_fed.model.survey import Survey
@@ -42,10 +42,8 @@ def prepare(
     Of a store an example is looked at: a few silos stand for all.
     """
     some = silos.example() if silos.lazy else silos
-    split, failed = remembered(
-        lambda: certified(model, some, local, shared),
-        *("split", model, local, shared, signature(some)),
-    )
+    make = lambda: uncertified(model, some, local, shared)
+    split, failed = certified(remembered(make, "split", model, local, shared, signature(some)), some)
     if silos.lazy and split.groups:
         raise PartitionError(
             f"the model has local latents ({', '.join(split.partition.local_sites)}), and silos of a store keep "
@@ -65,7 +63,7 @@ def prepare(
 
 
 def signature(silos: Silos) -> Any:
-    """Shapes, types and ints of every silo's arguments, the values of shared ones, and the precision."""
+    """Shapes, types and ints of every silo's arguments, the digest of shared ones, and the precision."""
     own = tuple(
         (
             name,
@@ -76,8 +74,4 @@ def signature(silos: Silos) -> Any:
         )
         for name in silos.names
     )
-    shared = tuple(
-        (path, leaf) if isinstance(leaf, int) else (path, leaf.shape, str(leaf.dtype), leaf.tobytes())
-        for path, leaf in leaves(silos.shared)
-    )
-    return own, shared, silos.own_counts, str(jnp.zeros(()).dtype)
+    return own, shared_digest(silos.shared), silos.own_counts, str(jnp.zeros(()).dtype)

@@ -4,27 +4,33 @@ First a silo tells the shapes, types and ints of its arguments (:func:`~numpyro_
 alone the server divides the model's sites (:mod:`numpyro_fed.model.partition`). With the partition in hand a silo
 answers once more (:class:`Answer`): how many observations each observed site has, how its rows lie, how much room a
 minibatch needs, whether its data fit their supports. Both are messages, counted in bytes; from them the server chooses
-and compiles. (A few silos also check the split's certificate: :mod:`numpyro_fed.model.certificate`.)
+and compiles. A few silos are also asked whether the split's certificate holds on their data
+(:mod:`numpyro_fed.model.certificate`).
 """
 
+import json
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
-from numpyro_fed.engines.base import Engine, Traffic, traffic
+from numpyro_fed.engines import wire
+from numpyro_fed.engines.base import Engine, Traffic
 from numpyro_fed.keys import digest
 from numpyro_fed.local.minibatch import rows_apart
 from numpyro_fed.memo import ByIdentity, remembered
+from numpyro_fed.model.certificate import ASKED
 from numpyro_fed.model.observations import observations_by_site
 from numpyro_fed.model.rows import components_of, how_rows_lie
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.support import supported
 from numpyro_fed.model.survey import Survey
+from numpyro_fed.run.runner import Runner
+from numpyro_fed.schedules import as_schedule
 
 Array = jax.Array
 KEY = digest("\0survey")
@@ -86,27 +92,51 @@ def take(split: SplitModel, stack: Stack, engine: Engine, batch_size: int | None
     num = len(asked.names)
     make = lambda: _algorithm(split, batch_size, num, asked.shapes(0))
     algorithm = remembered(make, KEY, ByIdentity(split), batch_size, num)
-    key = jax.random.key(KEY)
-    server, states = engine.start(algorithm, key, asked)
-    sent = traffic(algorithm, server, (), asked.shapes(0))
-    answers, _, _ = engine.rounds(algorithm, key, asked, server, states, 0, None, 1, "least")
-    return jax.device_get(answers), num * sent + Traffic(asked.description_bytes, 0)
+    phase = Phase(
+        "survey",
+        algorithm,
+        lambda left, fresh: Begun(algorithm.init(None)),
+        role="check",
+        effort="least",
+        watched=False,
+    )
+    runner = Runner(engine, jax.random.key(KEY), asked, split, as_schedule(None), False, "")
+    left, _ = runner.run((phase,), Left(), tuple(() for _ in asked.buckets), None)
+    (record,) = runner.records
+    partition = len(json.dumps(told(split)).encode())
+    certificate = Traffic(wire.num_bytes(jnp.zeros((), bool)), wire.num_bytes(jnp.zeros((), jnp.int32)))
+    before = Traffic(asked.description_bytes, num * partition) + min(num, ASKED) * certificate
+    return jax.device_get(left.server), Traffic(record.bytes_up, record.bytes_down) + before
+
+
+def told(split: SplitModel) -> list[list[str]]:
+    """The partition, as silos receive it: whose each site is, and along which of their arguments it lies."""
+    along = {axis.name: axis.arguments for axis in split.partition.axes}
+    return [
+        [
+            site.name,
+            site.role,
+            "server" if site.at_server else "silo",
+            *(path for a, _ in site.axes for path in along[a]),
+        ]
+        for site in split.partition.sites
+    ]
 
 
 def combined(split: SplitModel, answers: Answer, stack: Stack) -> Survey:
     """The server's view of all answers."""
-    counts = sum((np.asarray(column, np.int64) for column in answers.observations.values()), np.zeros((), np.int64))
-    sizes = tuple(np.maximum(np.atleast_1d(counts), 1).tolist())
+    by_site = tuple((site, tuple(np.asarray(column).tolist())) for site, column in answers.observations.items())
     rows = "whole" if not np.all(answers.separable) else "aligned" if np.all(answers.aligned) else "indexed"
     room = -1 if np.any(answers.room < 0) else int(np.max(answers.room, initial=0))
     plain = not split.groups
     mixed = next((site for site, fine in answers.apart.items() if not np.all(fine)), "")
     return Survey(
         len(stack.names),
-        sizes,
+        by_site,
         stack.known,
         "whole" if plain else rows,
         bool(plain or np.any(answers.joined)),
         room,
         mixed,
+        min(len(stack.example.names), ASKED),
     )
