@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import pandas as pd
-from numpyro.distributions import Distribution, MaskedDistribution
+from numpyro.distributions import Distribution
 from numpyro.primitives import Messenger
 
 from numpyro_fed.algorithm import Posterior, PyTree
@@ -23,6 +23,7 @@ from numpyro_fed.checks import check_key
 from numpyro_fed.data.silos import at_silo
 from numpyro_fed.judge.metrics import accuracy, checked, ece
 from numpyro_fed.model.forward import Call, Request, predicted
+from numpyro_fed.model.layout import user_mask
 from numpyro_fed.model.new_units import used_arguments
 from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.model.split_model import SplitModel
@@ -235,16 +236,7 @@ def _classes(fn: Distribution, value: Array) -> Array:
     else:
         logs = jax.nn.log_sigmoid(jnp.stack([-base.logits, base.logits], axis=-1))
     logs = jnp.broadcast_to(logs, (*shape, logs.shape[-1]))
-    each = [jnp.broadcast_to(part, shape).astype(logs.dtype)[..., None] for part in (value, _counts(fn))]
+    mask = user_mask(fn)
+    counts = jnp.ones((), bool) if mask is None else mask
+    each = [jnp.broadcast_to(part, shape).astype(logs.dtype)[..., None] for part in (value, counts)]
     return jnp.concatenate([logs, *each], axis=-1)
-
-
-def _counts(fn: Any) -> Array:
-    """Which observations no mask leaves out; a mask around to_event is one of whole vectors."""
-    counts = jnp.ones((), bool)
-    while fn is not None:
-        if isinstance(fn, MaskedDistribution):
-            mask = jnp.asarray(fn._mask)
-            counts = counts & mask.reshape(mask.shape + (1,) * fn.event_dim)
-        fn = getattr(fn, "base_dist", None)
-    return counts

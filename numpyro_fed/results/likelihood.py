@@ -11,7 +11,7 @@ from numpyro import handlers
 from numpyro_fed.algorithm import Posterior, PyTree
 from numpyro_fed.data.padding import SiloData, axis_lengths
 from numpyro_fed.model.forward import local_key, silo_latents
-from numpyro_fed.model.layout import user_mask
+from numpyro_fed.model.observations import counted
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.precision import ONCE
 
@@ -27,20 +27,10 @@ def observations(split: SplitModel) -> Callable[[SiloData], Observations]:
         values, counts = {}, {}
         for name, site in trace.items():
             shape = np.broadcast_shapes(jnp.shape(site["value"]), site["fn"].shape())
-            mask = user_mask(site["fn"])
-            values[name] = jnp.broadcast_to(site["value"], shape)
-            counts[name] = _within(
-                jnp.ones((), bool) if mask is None else mask, shape[: len(shape) - site["fn"].event_dim]
-            )
+            values[name], counts[name] = jnp.broadcast_to(site["value"], shape), counted(site)
         return values, counts
 
     return jax.jit(run, compiler_options=ONCE)
-
-
-def _within(mask: Array, batch: tuple[int, ...]) -> Array:
-    """A mask in the shape of the log density; one inside to_event counts where any of the event does."""
-    extra = jnp.ndim(mask) - len(batch)
-    return jnp.any(mask, axis=tuple(range(-extra, 0))) if extra > 0 else jnp.broadcast_to(mask, batch)
 
 
 def log_likelihoods(posterior: Posterior, split: SplitModel) -> Callable[..., dict[str, Array]]:
