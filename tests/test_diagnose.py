@@ -1,14 +1,17 @@
 """A loss that is not finite: the last good round is found, whenever it was, in few steps."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
+from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm, Phase, Program
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.padding import call_spec
 from numpyro_fed.data.stack import Stack, stack_of
@@ -66,3 +69,44 @@ def test_the_last_good_round_is_found(stack: Stack, state: int, loss: int) -> No
     assert good == state and int(server[0]) == state and all_finite(server)
     assert float(server[1]) == 4 * state and len(info["loss"]) == state
     assert Counting.calls <= (2 if state >= loss else 11)
+
+
+@dataclass(frozen=True)
+class Breaking(nf.Method):
+    """Its loss is a number for three rounds."""
+
+    accepts_stale: ClassVar[bool] = True
+
+    def compile(self, split: Any, survey: Any, plan: Any) -> Program:
+        return Program((Phase("rounds", breaks(3, 3), num_rounds=plan.num_rounds),), Counted())
+
+
+class Counted:
+    def sample(self, key: Any, server: Any) -> Any:
+        return server[1][None]
+
+    def sample_local(self, key: Any, z: Any, server: Any, silo: Any, data: Any) -> dict:
+        return {}
+
+    def theta(self, server: Any) -> dict:
+        return {}
+
+    def normal(self, server: Any) -> None:
+        return None
+
+
+def one_mean(x: Any) -> None:
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("x", dist.Normal(mu, 1), obs=x)
+
+
+@pytest.mark.parametrize("schedule", [None, "asynchronous"])
+def test_the_last_good_state_is_a_fit(schedule: str | None) -> None:
+    """Also where silos worked from what they last received."""
+    silos = nf.Silos([dict(x=np.ones(2, np.float32))] * 2)
+    with pytest.raises(nf.NonFiniteError, match="round 3") as told:
+        Breaking(one_mean).run(KEY, silos, 5, schedule=schedule, progress_bar=False)
+    assert told.value.fit.state.round == 3
+    heard = 2 if schedule is None else 1  # silos in a round, each with a sum of 2
+    np.testing.assert_allclose(told.value.fit.sample(KEY, 2)["mu"], 3 * 2 * heard)
