@@ -48,8 +48,8 @@ class Streamed:
     prefetch: int = 2
     readers: int = 1
     chunk: ClassVar[int] = 16  # rounds between two looks of the host, and at most lost to an interruption
-
     holds_states: ClassVar[bool] = False  # a silo begins afresh each time it takes part
+    reads_store: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("prefetch", self.prefetch, least=0)

@@ -130,7 +130,7 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
         effort="some",
         watched=False,  # a density may well be zero at some of the points
     )
-    runner = Runner(chosen if chosen.holds_states else Vmap(), key, stack, split, as_schedule(None), False, "")
+    runner = Runner(Vmap() if chosen.reads_store else chosen, key, stack, split, as_schedule(None), False, "")
     runner.round = fit.state.round
     left, _ = runner.run((phase,), Left(server=fit.state.server), tuple(() for _ in stack.buckets), None)
     corrected = _weighted(fit, points, log_proposal, left.server)
