@@ -163,9 +163,21 @@ class Phase(NamedTuple):
 class Posterior(Protocol):
     """All that a fit, its predictions, corrections, comparisons and files know of a method.
 
-    Bound to one model. What only some posteriors can do they offer beside these four: ``to_warm_start`` and
-    ``local_start`` (:mod:`numpyro_fed.local.start`), ``sample_with_log_prob`` and ``silo_elbo`` (the evidence
-    bound), ``sites`` (a factor for each silo), ``inputs`` (arguments an encoder reads), ``correction``.
+    Bound to one model. What only some posteriors have they offer beside these four, and are asked for it by name:
+
+    - ``family``: what it is made of, a guide or a family of normals. Its ``repr`` is in messages and in files, and a
+      file whose method has another is refused.
+    - ``to_warm_start(server)`` and ``local_start(warm, silo)`` (:mod:`numpyro_fed.local.start`): a better start for
+      another run than its moments.
+    - ``sample_with_log_prob`` and ``silo_elbo`` (:class:`numpyro_fed.results.elbo.HasBound`): an evidence bound.
+    - ``sites``, ``reordered``, ``joined`` and ``joined_silo`` (:class:`numpyro_fed.results.influence.HasSites`): a
+      factor for each silo. ``reordered(server, order)`` is for any server state with an entry for each silo, so that a
+      run can go on with the silos in another order.
+    - ``reads_data`` (bool): locals are read off the data by an encoder or a guide function, and so are not drawn
+      without them; ``inputs``: the names of the arguments that an encoder reads.
+    - ``marginal`` (:class:`numpyro_fed.local.integrate.Marginal`): how locals were integrated out; a correction takes
+      no fewer nodes.
+    - ``correction`` and ``uncorrected`` (:class:`numpyro_fed.results.correction.HasCorrection`): it was corrected.
     """
 
     def sample(self, key: Key, server: PyTree) -> Any:

@@ -1,6 +1,7 @@
 """What users hand over to every function, checked, and how silos are named in messages."""
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import jax
@@ -37,6 +38,15 @@ def check_count(name: str, value: Any, least: int = 1, optional: bool = False) -
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
     return int(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number; True and False are none.
+
+    >>> is_number(2), is_number(0.5), is_number(True), is_number("2")
+    (True, True, False, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool | np.bool_)
 
 
 def format_names(names: Sequence[str], most: int = 10) -> str:

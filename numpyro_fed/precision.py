@@ -51,6 +51,7 @@ def tree_where(condition: Array, a: Any, b: Any) -> Any:
 
 
 def stacked(trees: list[Any]) -> Any:
+    """Pytrees of one structure as one, its leaves stacked on a leading axis, in whatever precision they have."""
     with jax.enable_x64(True):
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 

@@ -1,15 +1,12 @@
 """Who takes part in a round.
 
-A schedule is a value that says three things:
-
-- ``cohorts``: who takes part in a stretch of rounds, as indices into the silos;
-- ``stale``: whether a silo works from what it received when it last took part, and not from the newest broadcast;
-- ``sweep``: how many rounds it takes until every silo is expected to have taken part once.
+A schedule is a value that says who takes part in a stretch of rounds (:class:`Schedule`), and may say more of it.
 
 ``None`` or ``"synchronous"`` is everyone every round, ``"sequential"`` one silo after another, ``"asynchronous"`` each
 silo at its own pace (:func:`asynchronous` to give speeds), :func:`sampled` a random cohort, :func:`fixed` a table.
 
-A schedule of your own needs only ``cohorts``: :func:`stale` and :func:`sweep` answer for one that says no more.
+A schedule of your own needs only ``cohorts``: :func:`stale`, :func:`sweep` and :func:`random` answer for one that says
+no more.
 """
 
 import heapq
@@ -18,13 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
-from numbers import Real
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from numpyro_fed.checks import format_names
+from numpyro_fed.checks import check_count, format_names, is_number
 from numpyro_fed.keys import identities, identity, silo_keys
 
 BLOCK = 16  # durations of a silo that are drawn at once
@@ -36,15 +32,16 @@ USE = (
 )
 
 
+@runtime_checkable
 class Schedule(Protocol):
-    @property
-    def stale(self) -> bool:
-        """Whether a message is computed from the broadcast of the silo's last round, and not from this round's."""
-        ...
+    """Who takes part in a round. Any object with ``cohorts`` is a schedule.
 
-    def sweep(self, num_silos: int) -> int:
-        """The number of rounds in which every silo is expected to have taken part once."""
-        ...
+    What it may say beside that, and what holds where it does not:
+
+    - ``stale`` (bool; False): a silo works from what it received when it last took part, not from the newest broadcast;
+    - ``random`` (bool; False): cohorts are drawn by chance, so those who are asked stand for all;
+    - ``sweep(num_silos)`` (int; from the first cohort's size): rounds until every silo is expected to have taken part.
+    """
 
     def cohorts(self, key: Any, names: tuple[str, ...], first: int, count: int) -> np.ndarray | None:
         """Indices of the silos that take part in rounds first, first + 1, ...: (count, K). None: all of them."""
@@ -53,6 +50,8 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class Synchronous:
+    """Everyone, every round."""
+
     stale: ClassVar[bool] = False
 
     def sweep(self, num_silos: int) -> int:
@@ -64,6 +63,8 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class Sequential:
+    """One silo after another, in their order."""
+
     stale: ClassVar[bool] = False
 
     def sweep(self, num_silos: int) -> int:
@@ -75,6 +76,8 @@ class Sequential:
 
 @dataclass(frozen=True)
 class Sampled:
+    """A random cohort each round; see :func:`sampled`."""
+
     cohort_size: int
     stale: ClassVar[bool] = False
     random: ClassVar[bool] = True  # those who are asked stand for all
@@ -115,6 +118,8 @@ def _lottery(key: Any, words: np.ndarray, rounds: np.ndarray, size: int) -> Any:
 
 @dataclass(frozen=True)
 class Fixed:
+    """Cohorts from a table, row by row; see :func:`fixed`."""
+
     names: tuple[tuple[str, ...], ...]
     stale: ClassVar[bool] = False
 
@@ -183,9 +188,7 @@ def sampled(cohort_size: int) -> Sampled:
     >>> sampled(2)
     Sampled(cohort_size=2)
     """
-    if not isinstance(cohort_size, int | np.integer) or cohort_size < 1:
-        raise ValueError(f"cohort_size must be an int of at least 1, got {cohort_size!r}")
-    return Sampled(int(cohort_size))
+    return Sampled(check_count("cohort_size", cohort_size))
 
 
 def fixed(cohorts: Sequence[Sequence[str]]) -> Fixed:
@@ -215,25 +218,26 @@ def asynchronous(speeds: Mapping[str, float] | None = None, spread: float = 0.5)
     for name, speed in (speeds or {}).items():
         if not isinstance(name, str):
             raise TypeError(f"speeds names a silo {name!r}; names are strings: speeds={{'{name}': {speed!r}}}")
-        if not _is_number(speed) or not 0 < speed < math.inf:
+        if not is_number(speed) or not 0 < speed < math.inf:
             raise ValueError(
                 f"the speed of {name!r} must be a positive number, got {speed!r}: speeds={{{name!r}: 1.0}}"
             )
-    if not _is_number(spread) or not 0 <= spread <= WIDEST:
+    if not is_number(spread) or not 0 <= spread <= WIDEST:
         raise ValueError(f"spread must be a number from 0 to {WIDEST:g}, got {spread!r}: spread=0.5")
     return Asynchronous(tuple(sorted((name, float(speed)) for name, speed in (speeds or {}).items())), float(spread))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool | np.bool_)
-
-
-def stale(schedule: Any) -> bool:
+def stale(schedule: Schedule) -> bool:
     """Whether silos work from stale broadcasts; not, if the schedule does not say."""
     return bool(getattr(schedule, "stale", False))
 
 
-def sweep(schedule: Any, names: tuple[str, ...]) -> int:
+def random(schedule: Schedule) -> bool:
+    """Whether cohorts are drawn by chance; not, if the schedule does not say."""
+    return bool(getattr(schedule, "random", False))
+
+
+def sweep(schedule: Schedule, names: tuple[str, ...]) -> int:
     """The number of rounds in which every silo is expected to have taken part once.
 
     If the schedule does not say: as many rounds as its first cohort's size needs to cover all silos.
@@ -248,6 +252,7 @@ def sweep(schedule: Any, names: tuple[str, ...]) -> int:
 
 
 def as_schedule(schedule: Any) -> Schedule:
+    """The schedule that the user named or gave, or an error that lists them."""
     known: dict[str | None, Schedule] = {
         None: Synchronous(),
         "synchronous": Synchronous(),
@@ -258,6 +263,6 @@ def as_schedule(schedule: Any) -> Schedule:
         if schedule not in known:
             raise ValueError(f"schedule is {schedule!r}; {USE}")
         return known[schedule]
-    if not hasattr(schedule, "cohorts"):
+    if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule is a {type(schedule).__name__}; {USE}")
     return schedule

@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import numpyro_fed as nf
+from numpyro_fed.algorithm import Plan, Program
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.stack import stack_of
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import State
@@ -42,19 +45,14 @@ class GivenPosterior:
 
 
 @dataclass(frozen=True)
-class Given:
-    """The method of such a fit, as far as a file needs it."""
+class Given(nf.Method):
+    """The method of such a fit: nothing is done in it, so that it has no phases."""
 
-    model: Any
     local: Any = None
     shared: Any = None
 
-    def posterior_of(self, split: SplitModel, survey: Any = None) -> GivenPosterior:
-        return GivenPosterior(split)
-
-    def again(self) -> None:
-        """It was not run."""
-        return None
+    def compile(self, split: SplitModel, survey: Survey, plan: Plan) -> Program:
+        return Program((), GivenPosterior(split))
 
 
 def given_fit(

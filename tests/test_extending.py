@@ -16,7 +16,8 @@ import optax
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm, Phase, Program
+from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm, Phase, Program
+from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 
 KEY = jax.random.key(0)
 HERE = Path(__file__)
@@ -118,11 +119,18 @@ class Students:
 
 # [solver]
 @dataclass(frozen=True)
-class Grid(nf.solvers.BaseSolver):
+class Grid:
     """Moments on a grid, for one global parameter."""
 
     num_points: int = 201
-    name = "grid"
+    noisy = False
+    samples_locals = False
+
+    def step(self, d, family):
+        return 1.0
+
+    def init_state(self, family, q):
+        return ()
 
     def solve(self, key, tilted, factor, frame, state):
         family, (mean, root) = tilted.family, nf.solvers.to_user_dtype(tilted.family.moments(tilted.q))
@@ -138,17 +146,61 @@ class Grid(nf.solvers.BaseSolver):
 
 
 # [engine]
-@dataclass(frozen=True)
-class Told(nf.engines.Loopback):
-    """The plain engine, telling who is asked."""
+def at_row(tree, at):
+    return jax.tree.map(lambda leaf: leaf[at], tree)
 
-    log: tuple = ()
 
+class Told:
+    """One silo after another, in this process, telling who is asked."""
+
+    chunk, holds_states, reads_store = 8, True, False
+
+    def __init__(self):
+        self.log = []
+
+    @nf.engines.engine_in_x64
+    def start(self, algorithm, key, stack):
+        key = jax.random.fold_in(key, START)
+        server_key = jax.random.fold_in(key, SERVER)
+        server = algorithm.init(server_key)
+        broadcast = algorithm.broadcast(server_key, server)
+
+        def begin(name):
+            own_key = fold_in_name(key, identity(name))
+            return algorithm.init_silo(own_key, nf.engines.sent_to(broadcast, stack.index(name)), stack.data(name))
+
+        return server, tuple(nf.engines.stacked([begin(name) for name in bucket.names]) for bucket in stack.buckets)
+
+    @nf.engines.engine_in_x64
     def rounds(self, algorithm, key, stack, server, silos, first, cohorts, count, effort="most"):
+        infos = []
         for i in range(count):
-            names = stack.names if cohorts is None else [stack.names[j] for j in cohorts[i]]
-            self.log[0].append((first + i, *names))
-        return super().rounds(algorithm, key, stack, server, silos, first, cohorts, count, effort)
+            round_key = jax.random.fold_in(key, first + i)
+            server_key = jax.random.fold_in(round_key, SERVER)
+            broadcast = algorithm.broadcast(server_key, server)
+            cohort = np.arange(len(stack.names)) if cohorts is None else cohorts[i]
+            messages = []
+            for j in cohort:
+                name = stack.names[j]
+                self.log.append((first + i, name))
+                b, at = stack.place(name)
+                state = at_row(silos[b], at)
+                own_key = fold_in_name(round_key, identity(name))
+                message, state = algorithm.silo_step(own_key, nf.engines.sent_to(broadcast, j), state, stack.data(name))
+                messages.append(message)
+                moved = jax.tree.map(lambda leaf, new, at=at: leaf.at[at].set(new), silos[b], state)
+                silos = (*silos[:b], moved, *silos[b + 1 :])
+            replies = algorithm.aggregate(nf.engines.stacked(messages), Cohort(jnp.asarray(cohort), len(stack.names)))
+            server, info = algorithm.server_step(server_key, server, replies)
+            infos.append(info)
+        return server, silos, {name: np.stack([info[name] for info in infos]) for name in infos[0]}
+
+    def in_silos(self, function, given, stack, *states):
+        def one(b, at):
+            return function(given, *[None if state is None else at_row(state[b], at) for state in states])
+
+        sizes = [len(bucket.names) for bucket in stack.buckets]
+        return tuple(nf.engines.stacked([one(b, at) for at in range(size)]) for b, size in enumerate(sizes))
 
 
 # [end]
@@ -243,9 +295,8 @@ def test_an_outside_solver(silos, exact):
 
 
 def test_an_outside_engine(silos):
-    log: list = []
-    settings = dict(schedule="sequential", progress_bar=False)
-    told = nf.EP(random_intercepts).run(KEY, silos, 2, engine=Told((log,)), **settings)
+    engine, settings = Told(), dict(schedule="sequential", progress_bar=False)
+    told = nf.EP(random_intercepts).run(KEY, silos, 2, engine=engine, **settings)
     plain = nf.EP(random_intercepts).run(KEY, silos, 2, engine=nf.engines.Loopback(), **settings)
-    np.testing.assert_array_equal(told.normal().mean, plain.normal().mean)
-    assert (0, "leeds") in log and (1, "york") in log
+    np.testing.assert_allclose(told.normal().mean, plain.normal().mean, rtol=1e-5)  # float32, compiled otherwise
+    assert (0, "leeds") in engine.log and (1, "york") in engine.log

@@ -98,6 +98,9 @@ def test_without_is_the_posterior_of_the_others(fit: nf.Fit, silos: nf.Silos) ->
         assert less.history == {} and "sent 0 bytes" in repr(less)
     alone = fit.without(["leeds", "hull"])
     assert_posterior(alone, silos, "york")
+    assert (alone.survey.num_silos, alone.survey.sizes, alone.records) == (1, (SIZES["york"],), ())
+    doubted = replace(fit, reasons=("silos 'leeds', 'york' say little", "silo 'york' says little", "it still moves"))
+    assert doubted.without("leeds").reasons == ("silo 'york' says little", "it still moves")
     # the locals' own states are those that were there
     for name in ("frame", "kept"):
         a, b = (getattr(one.state.silo("york")[0], name) for one in (alone, fit))

@@ -216,5 +216,5 @@ def test_errors_say_what_to_type(call: Any, told: str) -> None:
 
 @pytest.mark.parametrize("seed", [None, 1.0, -1, True])
 def test_a_seed_is_an_int(seed: Any) -> None:
-    with pytest.raises(TypeError, match="seed must be an int of at least 0"):
+    with pytest.raises(ValueError, match="seed must be an int of at least 0"):
         partitioners.homogeneous(10, 2, seed=seed)

@@ -18,10 +18,11 @@ Laws: every silo has a row, and the same seed gives the same silos.
 """
 
 import math
-from numbers import Real
 from typing import Any
 
 import numpy as np
+
+from numpyro_fed.checks import check_count, is_number
 
 ROUNDING = 1e-9  # of a share times a number: 0.95 * 20 is 19
 
@@ -165,9 +166,9 @@ def inhomogeneous(y: Any, num_silos: int, kappa: float, beta: float, seed: int =
         )
     if num_silos % 2:
         raise ValueError(f"half of the silos are small: num_silos must be even, got {num_silos}")
-    if not _is_number(kappa) or not 0 <= kappa <= 1:
+    if not is_number(kappa) or not 0 <= kappa <= 1:
         raise ValueError(f"kappa is the large silos' share of the positives, 0 to 1, got {kappa!r}: kappa=0.9")
-    if not _is_number(beta) or not 0.5 <= beta < 1:
+    if not is_number(beta) or not 0.5 <= beta < 1:
         raise ValueError(f"beta is the large silos' share of the rows, 0.5 to below 1, got {beta!r}: beta=0.95")
     half = num_silos // 2
     positive = labels == 1
@@ -228,10 +229,12 @@ def _rounded(value: float) -> int:
 
 
 def _counts(num_rows: Any, num_silos: Any, min_rows: Any = 1) -> tuple[int, int]:
+    if np.ndim(num_rows):
+        raise ValueError(
+            f"num_rows must be an int of at least 1, got an array of shape {np.shape(num_rows)}: pass len(y)"
+        )
     for name, value in (("num_rows", num_rows), ("num_silos", num_silos), ("min_rows", min_rows)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            got = f"an array of shape {np.shape(value)}: pass len(y)" if np.ndim(value) else repr(value)
-            raise ValueError(f"{name} must be an int of at least 1, got {got}")
+        check_count(name, value)
     if num_rows < num_silos * min_rows:
         raise ValueError(
             f"{num_silos} silos of at least {min_rows} row{'s' * (min_rows > 1)} need {num_silos * min_rows} rows, got "
@@ -250,16 +253,10 @@ def _labels(y: Any) -> np.ndarray:
 
 
 def _concentration(value: Any) -> float:
-    if not _is_number(value) or not 0 < value < math.inf:
+    if not is_number(value) or not 0 < value < math.inf:
         raise ValueError(f"concentration must be a positive number, got {value!r}: concentration=0.3")
     return float(value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool | np.bool_)
-
-
 def _generator(seed: Any) -> np.random.Generator:
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise TypeError(f"seed must be an int of at least 0, got {seed!r}: seed=0")
-    return np.random.default_rng(int(seed))
+    return np.random.default_rng(check_count("seed", seed, least=0))

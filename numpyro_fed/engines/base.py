@@ -31,7 +31,7 @@ class Traffic:
 class Engine(Protocol):
     """Runs a FederatedAlgorithm. Silo states are a tuple over buckets, stacked; they leave the engine only in a Fit.
 
-    An engine of your own has two numbers and three functions; :class:`~numpyro_fed.engines.Loopback` is the plain one.
+    An engine of your own has three facts and three functions; :class:`~numpyro_fed.engines.Loopback` is the plain one.
     """
 
     @property
@@ -41,7 +41,12 @@ class Engine(Protocol):
 
     @property
     def holds_states(self) -> bool:
-        """Silos keep a state between rounds; else they are read from a store and begin afresh each time."""
+        """Silos keep a state between rounds; else they begin afresh each time."""
+        ...
+
+    @property
+    def reads_store(self) -> bool:
+        """Silos are read from an :class:`~numpyro_fed.SiloStore`; else all of them are in memory, or elsewhere."""
         ...
 
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[PyTree, tuple]:

@@ -21,15 +21,17 @@ def check_engine(engine: Any, method: str, stateless: bool, silos: Any, everyone
         raise TypeError(f"engine must be an engine such as nf.engines.Vmap(), got {got}")
     name = f"nf.engines.{type(engine).__name__}"
     if not silos.lazy:
-        if not engine.holds_states:
+        if engine.reads_store:
             raise TypeError(f"{name} reads from an nf.SiloStore, got nf.Silos: leave engine= out")
+        if not engine.holds_states and not stateless:
+            raise TypeError(f"silos of nf.{method} keep a state between rounds, and {name} has none: leave engine= out")
         return engine
     if not stateless:
         raise TypeError(
             f"silos of nf.{method} keep a state between rounds, so it needs an nf.Silos, got an nf.SiloStore: use "
             "nf.FedPA, nf.FedAvg or nf.SEP, or hold the data in memory, nf.Silos({name: arguments})"
         )
-    if engine.holds_states:
+    if not engine.reads_store:
         raise TypeError(
             f"{name} needs all data in memory, got an nf.SiloStore: leave engine= out, or pass "
             "engine=nf.engines.Streamed()"

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
+from numpyro_fed.checks import check_count
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines.base import sent_to
@@ -47,14 +48,12 @@ class Streamed:
     prefetch: int = 2
     readers: int = 1
     chunk: ClassVar[int] = 16  # rounds between two looks of the host, and at most lost to an interruption
-
     holds_states: ClassVar[bool] = False  # a silo begins afresh each time it takes part
+    reads_store: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name, least, what in (("prefetch", 0, "rounds"), ("readers", 1, "threads")):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a number of {what}, {least} or more, got {value!r}")
+        check_count("prefetch", self.prefetch, least=0)
+        check_count("readers", self.readers)
 
     @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:

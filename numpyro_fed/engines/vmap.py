@@ -28,6 +28,7 @@ class Vmap:
 
     chunk: ClassVar[int] = CHUNK
     holds_states: ClassVar[bool] = True
+    reads_store: ClassVar[bool] = False
 
     @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 from numpyro.distributions import LowRankMultivariateNormal
 
+from numpyro_fed.checks import check_count
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import LOG_2PI
 
@@ -129,5 +130,4 @@ def check_global(global_cov: str, rank: int | None) -> None:
     allowed = ("full", "diagonal", "low_rank")
     if global_cov not in allowed:
         raise ValueError(f"global_cov is {global_cov!r}; use one of {', '.join(map(repr, allowed))}")
-    if rank is not None and (not isinstance(rank, int) or rank < 1):
-        raise ValueError(f"rank must be an int of at least 1, got {rank!r}")
+    check_count("rank", rank, optional=True)

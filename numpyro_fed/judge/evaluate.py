@@ -19,7 +19,7 @@ from numpyro.distributions import Distribution
 from numpyro.primitives import Messenger
 
 from numpyro_fed.algorithm import Posterior, PyTree
-from numpyro_fed.checks import check_key
+from numpyro_fed.checks import check_count, check_key
 from numpyro_fed.data.silos import at_silo
 from numpyro_fed.judge.metrics import accuracy, checked, ece
 from numpyro_fed.model.forward import Call, Request, predicted
@@ -92,11 +92,10 @@ def evaluate(
             "evaluate needs data, a silo, or both: evaluate(fit, dict(x=x, y=y)) for held-out data, "
             "evaluate(fit, silo='york') for york's own"
         )
-    if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer) or num_samples < 1:
-        raise ValueError(f"num_samples must be an int of at least 1, got {num_samples!r}")
+    num_samples = check_count("num_samples", num_samples)
     key = jax.random.key(0) if rng_key is None else check_key(rng_key)
     program, used = _told(fit, _chosen(fit.split.partition, site))
-    keys, server = jax.random.split(key, int(num_samples)), fit.state.server
+    keys, server = jax.random.split(key, num_samples), fit.state.server
     with at_silo(silo):
         asked = predict.asked(fit, data, silo, plain=True, used=used)
     local = fit.split.partition.local_sites or fit.split.partition.enumerated_sites

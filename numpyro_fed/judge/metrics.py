@@ -9,6 +9,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
+from numpyro_fed.checks import check_count
+
 
 def accuracy(probs: ArrayLike, labels: ArrayLike) -> float:
     """The share of labels that are the most probable class.
@@ -73,8 +75,7 @@ def reliability(probs: ArrayLike, labels: ArrayLike, num_bins: int = 15) -> pd.D
         3   0.75   1.00        0.85       0.5      2
         >>> axes = reliability([0.9, 0.8, 0.3], [1, 0, 0]).plot("confidence", "accuracy", marker="o")
     """
-    if isinstance(num_bins, bool) or not isinstance(num_bins, int | np.integer) or num_bins < 1:
-        raise ValueError(f"num_bins must be an int of at least 1, got {num_bins!r}")
+    check_count("num_bins", num_bins)
     probs, labels = checked(probs, labels)
     edges = np.linspace(0, 1, num_bins + 1)
     confidence, right = np.max(probs, axis=1), np.argmax(probs, axis=1) == labels

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase, Plan, Program
-from numpyro_fed.checks import check_count
+from numpyro_fed.checks import check_count, is_number
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.local import minibatch
 from numpyro_fed.local.descent import Goal, Task, walk_from
@@ -110,7 +110,7 @@ class Averaging(Method):
                 check_optim(getattr(self, name), name)
         check_count("batch_size", self.batch_size, optional=True)
         check_count("local_steps", self.local_steps, optional=True)
-        if not isinstance(self.proximal, int | float) or isinstance(self.proximal, bool) or not self.proximal >= 0:
+        if not is_number(self.proximal) or not self.proximal >= 0:
             raise ValueError(f"proximal must be a number of at least 0, got {self.proximal!r}")
         if not isinstance(self.prior, bool):
             raise TypeError(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Begun, FederatedAlgorithm, Left, Phase, Plan, Program
+from numpyro_fed.checks import is_number
 from numpyro_fed.local import integrate, minibatch
 from numpyro_fed.local.conditional import LocalLaplace
 from numpyro_fed.local.integrate import Marginal
@@ -75,10 +76,9 @@ class Factorised(Method):
         as_family(self.family)
         if self.solver is not None:
             self._check_solver(self.solver)
-        number = isinstance(self.damping, int | float) and not isinstance(self.damping, bool)
-        if self.damping is not None and not (number and 0 < self.damping <= 1):
+        if self.damping is not None and not (is_number(self.damping) and 0 < self.damping <= 1):
             raise ValueError(f"damping is the share of a change that is accepted, in (0, 1], got {self.damping!r}")
-        if not isinstance(self.tolerance, int | float) or not self.tolerance >= 0:
+        if not is_number(self.tolerance) or not self.tolerance >= 0:
             raise ValueError(f"tolerance must be a number of at least 0, got {self.tolerance!r}")
         if self.server_optim is not None:
             check_optim(self.server_optim, "server_optim")

@@ -14,6 +14,7 @@ import numpy as np
 
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Plan, Program
 from numpyro_fed.data.silos import Silos
+from numpyro_fed.engines.base import Engine
 from numpyro_fed.guides.posterior import GuidePosterior
 from numpyro_fed.memo import remembered
 from numpyro_fed.methods.sfvi import SFVI
@@ -124,16 +125,16 @@ class Independent(SFVI):
         if options.get("schedule") is not None:
             raise ValueError("Independent takes no schedule: every silo works by itself")
         try:
-            return self._each(super().run(rng_key, silos, num_rounds, **options))
+            return self._each(super().run(rng_key, silos, num_rounds, **options), options.get("engine"))
         except NonFiniteError as error:
             if error.fit is not None:
-                error.fit = self._each(error.fit)
+                error.fit = self._each(error.fit, options.get("engine"))
             raise
 
-    def _each(self, fit: Fit) -> Fits:
-        return Fits({name: self._one(fit, name) for name in fit.state.names})
+    def _each(self, fit: Fit, engine: Engine | None) -> Fits:
+        return Fits({name: self._one(fit, name, engine) for name in fit.state.names})
 
-    def _one(self, fit: Fit, name: str) -> Fit:
+    def _one(self, fit: Fit, name: str, engine: Engine | None) -> Fit:
         state, bucket = fit.state.silo(name)
         local = jax.tree.map(lambda leaf: leaf[None], state.silo)
         at = fit.state.names.index(name)
@@ -149,7 +150,7 @@ class Independent(SFVI):
             silos=None if fit.silos is None else fit.silos.only(name),
             survey=fit.survey.only(at),
             records=(),
-            again=SFVI(**{field.name: getattr(self, field.name) for field in fields(SFVI)}).again(),
+            again=SFVI(**{field.name: getattr(self, field.name) for field in fields(SFVI)}).again(engine),
         )
 
 

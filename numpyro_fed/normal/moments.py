@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from numpyro_fed.checks import is_number
 from numpyro_fed.normal import stein
 from numpyro_fed.precision import in_x64
 
@@ -72,8 +73,7 @@ CHOSEN = {"oas": oas, "rblw": rblw}
 
 def check_rho(rho: Any) -> Any:
     """A number of at least 0, or the name of a way to choose one."""
-    number = isinstance(rho, int | float) and not isinstance(rho, bool)
-    if (number and rho >= 0) or (isinstance(rho, str) and rho in CHOSEN):
+    if (is_number(rho) and rho >= 0) or (isinstance(rho, str) and rho in CHOSEN):
         return rho
     raise ValueError(
         f"shrinkage is {rho!r}; use 'oas' or 'rblw' (chosen from the draws), a number of at least 0 (the paper's rho; "

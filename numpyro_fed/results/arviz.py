@@ -12,7 +12,6 @@ from numpyro_fed.keys import identity
 from numpyro_fed.results import predict
 from numpyro_fed.results.dims import Dims
 from numpyro_fed.results.draws import data_of, global_draws, silo_draws, unpadded
-from numpyro_fed.results.summary import label
 from numpyro_fed.results.value import Fitted
 
 Array = jax.Array
@@ -56,7 +55,7 @@ def to_arviz(
             site.name: dims.joined(site.name, {s: data[s][site.name][0] for s in names}, sample=False)
             for site in observed
         }
-    return container({name: group for name, group in groups.items() if group}, label(fit))
+    return container({name: group for name, group in groups.items() if group}, fit.state.method)
 
 
 def container(groups: dict[str, dict[str, Any]], method: str) -> Any:

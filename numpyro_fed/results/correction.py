@@ -1,6 +1,6 @@
 """What a correction by importance sampling found, and the posterior whose globals are drawn from its points."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,19 @@ class Correction:
         return mean, (weights[:, None] * (points - mean)).T @ (points - mean)
 
 
+@runtime_checkable
+class HasCorrection(Protocol):
+    """A posterior that was corrected."""
+
+    def correction(self, server: PyTree) -> Correction:
+        """What the correction found."""
+        ...
+
+    def uncorrected(self, server: PyTree) -> tuple[Posterior, PyTree]:
+        """The posterior before, and its server's state."""
+        ...
+
+
 class CorrectedPosterior:
     """A posterior whose globals are drawn from weighted points; locals given the globals are ``inner``'s.
 
@@ -86,6 +99,9 @@ class CorrectedPosterior:
 
     def correction(self, server: Corrected) -> Correction:
         return Correction(server)
+
+    def uncorrected(self, server: Corrected) -> tuple[Posterior, PyTree]:
+        return self.inner, server.inner
 
     def sample(self, key: Key, server: Corrected) -> Array:
         """One of the points, by its weight."""

@@ -13,7 +13,7 @@ from numpyro_fed.checks import check_key
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.results import arviz, elbo, influence, predict, save, summary
-from numpyro_fed.results.correction import CorrectedPosterior
+from numpyro_fed.results.correction import HasCorrection
 from numpyro_fed.results.draws import check_keys, global_draws, silo_draws
 from numpyro_fed.results.influence_tables import Conflict, Influence
 from numpyro_fed.results.value import Fitted
@@ -170,10 +170,10 @@ class Fit(Fitted):
     @property
     def uncorrected(self) -> "Fit":
         """The fit before its correction, to go on from; the history keeps the round."""
-        posterior, state = self.posterior, self.state
-        if not isinstance(posterior, CorrectedPosterior):
+        if not isinstance(self.posterior, HasCorrection):
             return self
-        return replace(self, posterior=posterior.inner, state=state._replace(server=state.server.inner))
+        posterior, server = self.posterior.uncorrected(self.state.server)
+        return replace(self, posterior=posterior, state=self.state._replace(server=server))
 
     # --- a factor a silo ----------------------------------------------------------------------------------------------
 

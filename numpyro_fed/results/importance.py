@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.special import gammaln, logsumexp, ndtri
-from scipy.stats import chi2, qmc
+from scipy.special import logsumexp, ndtri
+from scipy.stats import chi2, multivariate_t, qmc
 
 from numpyro_fed.keys import digest
 
@@ -28,14 +28,9 @@ def proposal(key: Any, mean: np.ndarray, covariance: np.ndarray, num_points: int
     root = np.sqrt(INFLATION) * scale[:, None] * np.linalg.cholesky(covariance / scale / scale[:, None])
     points = (mean + white @ root.T).astype(jnp.zeros(()).dtype)
     white = np.linalg.solve(root, (points - mean).T)  # of the rounded points, which are those that are evaluated
-    log_density = (
-        gammaln((DEGREES + d) / 2)
-        - gammaln(DEGREES / 2)
-        - 0.5 * d * np.log(DEGREES * np.pi)
-        - np.sum(np.log(np.diagonal(root)))
-        - 0.5 * (DEGREES + d) * np.log1p(np.sum(white**2, axis=0) / DEGREES)
-    )
-    return points, log_density
+    # in white coordinates: scipy would call a covariance of condition 1e10 singular
+    standard = multivariate_t.logpdf(white.T, np.zeros(d), np.eye(d), df=DEGREES)
+    return points, np.atleast_1d(standard) - np.sum(np.log(np.diagonal(root)))
 
 
 def pareto_smoothed(log_weights: np.ndarray) -> tuple[np.ndarray, float]:

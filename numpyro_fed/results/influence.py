@@ -23,6 +23,7 @@ from numpyro_fed.checks import VerdictWarning, check_count, check_key
 from numpyro_fed.data.inputs import shared_digest
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.model.layout import real_rows
+from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.families import Family, Natural, product, quotient, summed
 from numpyro_fed.results.influence_tables import Conflict, Influence
 from numpyro_fed.results.state import Fresh, State
@@ -105,7 +106,7 @@ def add(fit: F, rng_key: Any, silos: Silos, num_rounds: int) -> F:
     """See :meth:`numpyro_fed.results.fit.Fit.add`."""
     posterior = _with_sites(fit, "add")
     began, key = time.perf_counter(), check_key(rng_key)
-    if not isinstance(silos, Silos):
+    if getattr(silos, "lazy", True):
         raise TypeError(
             f"silos must be an nf.Silos, got a {type(silos).__name__}: wrap it as nf.Silos({{name: arguments}})"
         )
@@ -168,7 +169,11 @@ def _joined(old: Silos, new: Silos) -> Silos:
 
 
 def _cut(fit: F, rest: tuple[str, ...], server: Any, seconds: float) -> F:
-    """The fit of the remaining silos, their buckets and padding as they were."""
+    """The fit of the remaining silos, their buckets and padding as they were.
+
+    Doubts that name a silo which left are gone with it; of those that name nobody, nobody knows whether it was to blame.
+    """
+    gone = [name for name in fit.state.names if name not in rest]
     buckets, states, padded = [], [], []
     for names, state, lengths in zip(fit.state.buckets, fit.state.silos, fit.padded, strict=True):
         index = np.array([i for i, name in enumerate(names) if name in rest], int)
@@ -185,9 +190,19 @@ def _cut(fit: F, rest: tuple[str, ...], server: Any, seconds: float) -> F:
         history={},
         seconds=seconds,
         padded=tuple(padded),
+        survey=_asked(fit, rest),
+        records=(),
+        reasons=tuple(reason for reason in fit.reasons if not any(repr(name) in reason for name in gone)),
         silos=some(fit.silos),
         shapes=some(fit.shapes),
     )
+
+
+def _asked(fit: Fitted, rest: tuple[str, ...]) -> Survey:
+    """What the remaining silos told."""
+    if len(fit.survey.sizes) != len(fit.state.names):  # a fit that was not run has no survey
+        return fit.survey
+    return fit.survey.only(*(fit.state.names.index(name) for name in rest))
 
 
 def _moved(fit: Fitted, posterior: HasSites, silos: Silos, key: Any) -> State:

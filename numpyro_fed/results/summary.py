@@ -55,11 +55,6 @@ def scalars(draws: Mapping[str, Any], batch: int = 1) -> dict[str, np.ndarray]:
     return out
 
 
-def label(fit: Fitted) -> str:
-    """The method's name, and whether the fit was corrected."""
-    return fit.state.method + (", corrected" if fit.correction is not None else "")
-
-
 def described(fit: Fitted) -> str:
     """The method and what its posterior is made of, for a message."""
     family = getattr(fit.posterior, "family", None)
@@ -67,14 +62,14 @@ def described(fit: Fitted) -> str:
 
 
 def text(fit: Fitted) -> str:
-    return f"Fit by {label(fit)}: " + "; ".join(f"{name} {value}" for name, value in _facts(fit).items())
+    return f"Fit by {fit.state.method}: " + "; ".join(f"{name} {value}" for name, value in _facts(fit).items())
 
 
 def html(fit: Fitted, found: pd.DataFrame) -> str:
     facts = "; ".join(f"{escape(name)} {escape(value)}" for name, value in _facts(fit).items())
     more = f"<p>... and {len(found) - SHOWN} more: fit.summary()</p>" if len(found) > SHOWN else ""
     shown = found.head(SHOWN).to_html(float_format="%.4g", na_rep="")
-    return f"<p><b>Fit by {escape(label(fit))}</b>: {facts}</p>{shown}{more}"
+    return f"<p><b>Fit by {escape(fit.state.method)}</b>: {facts}</p>{shown}{more}"
 
 
 def _facts(fit: Fitted) -> dict[str, str]:

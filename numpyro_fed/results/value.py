@@ -11,7 +11,7 @@ from numpyro_fed.algorithm import Posterior
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
-from numpyro_fed.results.correction import CorrectedPosterior, Correction
+from numpyro_fed.results.correction import Correction, HasCorrection
 from numpyro_fed.results.programs import Programs
 from numpyro_fed.results.state import Again, State
 
@@ -54,7 +54,7 @@ class Fitted:
     def correction(self) -> Correction | None:
         """Effective sample size, Pareto k-hat, points and weights of a corrected fit; None for any other."""
         posterior = self.posterior
-        return posterior.correction(self.state.server) if isinstance(posterior, CorrectedPosterior) else None
+        return posterior.correction(self.state.server) if isinstance(posterior, HasCorrection) else None
 
     @property
     def reads_data(self) -> bool:

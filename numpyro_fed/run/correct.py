@@ -37,6 +37,7 @@ from numpyro_fed.results.correction import Corrected, CorrectedPosterior, Correc
 from numpyro_fed.results.draws import stack_of
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.importance import pareto_smoothed, proposal
+from numpyro_fed.results.summary import described
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import as_schedule
 
@@ -129,7 +130,7 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
         effort="some",
         watched=False,  # a density may well be zero at some of the points
     )
-    runner = Runner(chosen if chosen.holds_states else Vmap(), key, stack, split, as_schedule(None), False, "")
+    runner = Runner(Vmap() if chosen.reads_store else chosen, key, stack, split, as_schedule(None), False, "")
     runner.round = fit.state.round
     left, _ = runner.run((phase,), Left(server=fit.state.server), tuple(() for _ in stack.buckets), None)
     corrected = _weighted(fit, points, log_proposal, left.server)
@@ -140,10 +141,9 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
         "bytes_down": record.bytes_down,
         "ess": Correction(corrected).ess_share,
     }
-    inner = fit.posterior.inner if isinstance(fit.posterior, CorrectedPosterior) else fit.posterior
     return replace(
         fit,
-        posterior=CorrectedPosterior(inner),
+        posterior=CorrectedPosterior(fit.uncorrected.posterior),
         state=fit.state._replace(server=corrected),
         history=_appended(fit.history, row),
         records=(*fit.records, record),
@@ -160,9 +160,10 @@ def _weighted(fit: Fit, points: np.ndarray, log_proposal: np.ndarray, server: An
         raise ValueError(_nowhere(len(points)))
     log_evidence = float(logsumexp(log_weights) - np.log(len(points)))
     smoothed, pareto_k = pareto_smoothed(log_weights)
-    inner = fit.state.server.inner if isinstance(fit.state.server, Corrected) else fit.state.server
     with jax.enable_x64(True):
-        return Corrected(inner, jnp.asarray(points), jnp.asarray(smoothed), pareto_k, log_evidence)
+        return Corrected(
+            fit.uncorrected.state.server, jnp.asarray(points), jnp.asarray(smoothed), pareto_k, log_evidence
+        )
 
 
 def _nowhere(num: int) -> str:
@@ -178,11 +179,9 @@ def _normal(fit: Fit) -> Normal:
         raise ValueError("the model has no global latents, so there is nothing to correct")
     normal = fit.posterior.normal(fit.state.server)
     if normal is None:
-        family = getattr(fit.posterior, "family", None)
-        what = f"nf.{fit.state.method}" + (f" with {family!r}" if family is not None else "")
         raise TypeError(
-            f"fit.correct starts from a normal posterior of the globals, and {what} has another: fit with nf.EP, "
-            "nf.SEP or nf.PVI, or with nf.SFVI(model, guide=nf.guides.StructuredNormal())"
+            f"fit.correct starts from a normal posterior of the globals, and {described(fit)} has another: fit with "
+            "nf.EP, nf.SEP or nf.PVI, or with nf.SFVI(model, guide=nf.guides.StructuredNormal())"
         )
     if not (np.all(np.isfinite(normal.mean)) and np.all(np.isfinite(normal.root))):
         raise ValueError("the posterior approximation is improper, so no points can be drawn from it: run more rounds")

@@ -142,7 +142,7 @@ class Runner:
                 tqdm.write(f"the last look was left out{phase.lacks}")
             return left
         names, cohorts = self.stack.names, None
-        if getattr(self.schedule, "random", False) or not self.engine.holds_states:
+        if schedules.random(self.schedule) or self.engine.reads_store:
             cohorts = self._cohorts(self.round, 1)
         asked = len(names) if cohorts is None else cohorts.shape[1]
         if phase.cohort is not None and phase.cohort != asked:

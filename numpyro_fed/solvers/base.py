@@ -1,11 +1,12 @@
 """What a silo is asked, and what it answers: the interface of all solvers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
 from numpyro_fed.algorithm import PyTree
+from numpyro_fed.checks import check_count
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal.families import Family, Natural, quotient
 
@@ -80,9 +81,10 @@ class BaseSolver:
     def __post_init__(self) -> None:
         if self.marginal not in (None, *MARGINALS):
             raise ValueError(f"marginal must be 'quadrature', 'importance_weighted' or 'joint', got {self.marginal!r}")
-        num = self.num_nodes
-        if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 1):
-            raise ValueError(f"num_nodes must be an int of at least 1, got {num!r}")
+        for field in fields(self):  # num_nodes and, of solvers that build on this one, num_samples, num_steps, ...
+            if field.name.startswith("num_"):
+                least = 0 if field.name == "num_warmup" else 1
+                check_count(field.name, getattr(self, field.name), least, optional=field.default is None)
 
     def step(self, d: int, family: Family) -> float:
         return 1.0

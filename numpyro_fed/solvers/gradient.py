@@ -43,10 +43,8 @@ class Gradient(BaseSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.num_particles, bool) or self.num_particles < 2 or self.num_particles % 2:
+        if self.num_particles % 2:
             raise ValueError(f"num_particles must be even (antithetic pairs), got {self.num_particles!r}")
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, got {self.num_steps!r}")
         check_optim(self.optim)
 
     def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:

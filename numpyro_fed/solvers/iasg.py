@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from numpyro_fed.checks import check_count, is_number
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.local.walk import iterate_average, langevin
 from numpyro_fed.normal import affine
@@ -45,6 +46,14 @@ class IASG(Linear):
     step_size: float = 1.0
     shrinkage: float | None = None
     name = "iasg"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("thinning", self.thinning)
+        if not is_number(self.step_size) or not 0 < self.step_size < 2:
+            raise ValueError(f"step_size must be a number between 0 and 2, got {self.step_size!r}: step_size=1.0")
+        if self.shrinkage is not None and not (is_number(self.shrinkage) and 0 <= self.shrinkage <= 1):
+            raise ValueError(f"shrinkage must be a number from 0 to 1, or None, got {self.shrinkage!r}")
 
     def _found(
         self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from numpyro_fed.checks import check_count, is_number
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.curvature import LEAST, curvature
@@ -82,13 +83,9 @@ class Linear(BaseSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.num_steps, int) or self.num_steps < 1:
-            raise ValueError(f"num_steps must be an int of at least 1, got {self.num_steps!r}")
         if self.optim is not None:
             check_optim(self.optim)
-        size = self.batch_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"batch_size must be an int of at least 1, got {size!r}")
+        check_count("batch_size", self.batch_size, optional=True)
 
     def init_state(self, family: Family, q: Natural) -> Any:
         if family.kind == "full":
@@ -168,7 +165,7 @@ class Identity(Linear):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.scale, int | float) or not self.scale > 0:
+        if not is_number(self.scale) or not self.scale > 0:
             raise ValueError(f"scale is the precision of one observation, a positive number, got {self.scale!r}")
 
     def _found(
@@ -226,6 +223,11 @@ class NGVI(Linear):
     beta: float = 0.99
     num_draws: int = 16
     name = "ngvi"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_number(self.beta) or not 0 <= self.beta < 1:
+            raise ValueError(f"beta must be a number from 0 to below 1, got {self.beta!r}: beta=0.99")
 
     def _found(
         self, key: Array, tilted: Tilted, cavity: Natural, factor: Factor, at: affine.Coordinates, frame: Any

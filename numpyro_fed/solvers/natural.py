@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from numpyro_fed.checks import is_number
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.families import Family, Natural, quotient
@@ -45,6 +46,11 @@ class NaturalGradient(BaseSolver):
     rate: float = 1.0
     name = "natural"
     minimises_free_energy = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_number(self.rate) or not 0 < self.rate <= 1:
+            raise ValueError(f"rate must be a number above 0 and at most 1, got {self.rate!r}: rate=1.0")
 
     def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
         family, d = tilted.family, tilted.q.shift.shape[0]
