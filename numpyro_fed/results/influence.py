@@ -171,7 +171,7 @@ def _joined(old: Silos, new: Silos) -> Silos:
 def _cut(fit: F, rest: tuple[str, ...], server: Any, seconds: float) -> F:
     """The fit of the remaining silos, their buckets and padding as they were.
 
-    Doubts that name a silo which left are gone with it; of those that name nobody, nobody knows whether it was to blame.
+    Doubts that name a silo which left are gone with it; those that name nobody stay.
     """
     gone = [name for name in fit.state.names if name not in rest]
     buckets, states, padded = [], [], []
