@@ -108,7 +108,8 @@ class Left(NamedTuple):
 
     warm: Any = None  # a WarmStart (numpyro_fed.local.start): where a mode search, or another fit, ended
     server: PyTree = None  # the method's own server state: of its rounds, or of a run that is gone on with
-    reasons: tuple[str, ...] = ()  # why the posterior is to be doubted
+    reasons: tuple[str, ...] = ()  # why the posterior is to be doubted, and what to type
+    moving: bool = False  # one of these is that it had not come to rest
     interrupted: bool = False
 
 

@@ -23,7 +23,7 @@ from numpyro_fed.judge.effective import constant, num_effective
 from numpyro_fed.judge.joint import Joint, joint_distances
 from numpyro_fed.judge.nuts import Reference
 from numpyro_fed.judge.plot import MAX_PANELS, REFERENCE, figure
-from numpyro_fed.results.summary import scalars
+from numpyro_fed.results.scalars import scalars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -29,7 +29,7 @@ from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import Model
-from numpyro_fed.results.summary import scalars
+from numpyro_fed.results.scalars import scalars
 
 Array = jax.Array
 R_HAT = 1.05  # above this the chains have not mixed

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
+from tqdm.auto import tqdm
 
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Left, Plan, Posterior, Program
@@ -25,7 +26,9 @@ from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import Model
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import Again, Fresh, State
+from numpyro_fed.results.value import UNASKED
 from numpyro_fed.run import resume
+from numpyro_fed.run.check import checked
 from numpyro_fed.run.correct import correct
 from numpyro_fed.run.diagnose import NonFinite, explained
 from numpyro_fed.run.finish import finished, warn_of
@@ -84,6 +87,7 @@ class Method:
         engine: Engine | None = None,
         init_state: Any = None,
         progress_bar: bool = True,
+        check: bool = True,
     ) -> Fit:
         """Fit the model to the silos.
 
@@ -98,6 +102,8 @@ class Method:
             engine: where it runs; by default ``nf.engines.Vmap()``, for a store ``nf.engines.Streamed()``.
             init_state: a ``fit.state`` of the same method (its round counter goes on), or a Fit of any method.
             progress_bar: show rounds, loss and rate.
+            check: ask the silos at the end for their densities at 256 points (up to 2,048, where these do not tell)
+                around the posterior, for ``fit.verdict``. These numbers say more of a silo's data than most messages.
 
         Returns:
             The fit. Stopped by KeyboardInterrupt, the fit so far.
@@ -129,7 +135,13 @@ class Method:
             if error.phase.role == "rounds":
                 told.fit = fit(Left(server=current(error.server)), error.states, warn=False)
             raise told from None
-        return fit(left, states)
+        evidence: Any = UNASKED
+        if check:
+            evidence = checked(runner, program.posterior, prepared.survey, left.server, left.interrupted)
+        found = fit(left, states, evidence)
+        if progress_bar:
+            tqdm.write(f"verdict: {found.verdict.status}")
+        return found
 
     def _plan(self, silos: Any, schedule: Schedule, num_rounds: int | None, engine: Engine) -> Plan:
         """What is known of the run before anybody is asked; what does not go together says so now."""

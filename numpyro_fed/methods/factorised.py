@@ -242,6 +242,7 @@ class Factorised(Method):
                 "nothing could be accepted from it: the posterior is not yet that of all silos. Run more rounds "
                 "(init_state=fit.state); if rounds are skipped (fit.history['skipped']), pass damping=0.5 or another "
                 "solver",
+                moving=True,
             )
         if np.max(moving, initial=0.0) >= self.tolerance > 0:
             return _doubted(
@@ -249,6 +250,7 @@ class Factorised(Method):
                 f"the posterior still moves by {np.max(moving):.2g} sds a sweep, above tolerance={self.tolerance:g}: "
                 "it is not yet the method's answer. Run more rounds, run(..., init_state=fit.state); if it does not "
                 "settle, pass damping=0.5 or another solver, or a tolerance= above the solver's noise",
+                moving=True,
             )
         return left
 
@@ -265,5 +267,5 @@ def _enough_nodes(chosen: Chosen, left: Left, shift: float) -> Left:
     )
 
 
-def _doubted(left: Left, reason: str) -> Left:
-    return left._replace(reasons=(*left.reasons, reason))
+def _doubted(left: Left, reason: str, moving: bool = False) -> Left:
+    return left._replace(reasons=(*left.reasons, reason), moving=left.moving or moving)

@@ -14,14 +14,21 @@ DEGREES, INFLATION = 6, 1.1  # of the Student t
 SCRAMBLE = digest("\0scramble")
 
 
-def proposal(key: Any, mean: np.ndarray, covariance: np.ndarray, num_points: int) -> tuple[np.ndarray, np.ndarray]:
+def scrambling(key: Any) -> np.ndarray:
+    """What makes the points of a key its own: uint32 words."""
+    return np.asarray(jax.random.key_data(jax.random.fold_in(key, SCRAMBLE))).ravel()
+
+
+def proposal(
+    words: np.ndarray, mean: np.ndarray, covariance: np.ndarray, num_points: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Scrambled Sobol points of the Student t, (S, d), in the user's precision, and their log densities.
 
-    S is the next power of two. A t is a normal over the root of an independent chi-square: one more coordinate.
+    S is the next power of two; fewer points are the first of more. A t is a normal over the root of an independent
+    chi-square: one more coordinate.
     """
     d = len(mean)
-    words = np.asarray(jax.random.key_data(jax.random.fold_in(key, SCRAMBLE))).ravel().tolist()
-    sobol = qmc.Sobol(d + 1, scramble=True, rng=np.random.default_rng(words))
+    sobol = qmc.Sobol(d + 1, scramble=True, rng=np.random.default_rng(np.asarray(words).tolist()))
     unit = np.clip(sobol.random_base2(int(np.ceil(np.log2(num_points)))), 1e-12, 1 - 1e-12)
     white = ndtri(unit[:, :d]) * np.sqrt(DEGREES / chi2.ppf(unit[:, d:], DEGREES))
     scale = np.sqrt(np.diagonal(covariance))

@@ -120,7 +120,7 @@ def add(fit: F, rng_key: Any, silos: Silos, num_rounds: int) -> F:
     with warnings.catch_warnings():
         if num_rounds:  # what doubts are left is said at the end
             warnings.simplefilter("ignore", VerdictWarning)
-        found = run(key, everyone, 1, schedule=schedules.fixed([silos.names]), init_state=state)
+        found = run(key, everyone, 1, schedule=schedules.fixed([silos.names]), init_state=state, check=not num_rounds)
     if num_rounds:
         on = run(key, everyone, num_rounds, init_state=found.state)
         history = {name: np.concatenate([rows, on.history[name]]) for name, rows in found.history.items()}
@@ -192,6 +192,8 @@ def _cut(fit: F, rest: tuple[str, ...], server: Any, seconds: float) -> F:
         padded=tuple(padded),
         survey=_asked(fit, rest),
         records=(),
+        moving=False,
+        evidence="silos left, and nobody was asked since: run a few rounds, fit.without(name, num_rounds=3)",
         reasons=tuple(reason for reason in fit.reasons if not any(repr(name) in reason for name in gone)),
         silos=some(fit.silos),
         shapes=some(fit.shapes),

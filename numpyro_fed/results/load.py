@@ -85,6 +85,8 @@ def load(path: str | Path, method: MadeBy, silos: Silos | SiloStore | None = Non
         survey,
         decode(header["records"], read),
         tuple(header["reasons"]),
+        header["moving"],
+        decode(header["evidence"], read),
         method.again(),
     )
 

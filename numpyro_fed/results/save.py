@@ -19,7 +19,7 @@ from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.results.codec import encode, keep_in
 from numpyro_fed.results.value import Fitted
 
-FORMAT, VERSION = "numpyro_fed.Fit", 2
+FORMAT, VERSION = "numpyro_fed.Fit", 3
 HEADER = "header"
 
 
@@ -49,6 +49,8 @@ def save(fit: Fitted, path: str | Path) -> Path:
         "survey": encode(fit.survey, keep_in(arrays)),
         "records": encode(fit.records, keep_in(arrays)),
         "reasons": fit.reasons,
+        "moving": fit.moving,
+        "evidence": encode(fit.evidence, keep_in(arrays)),
     }
     path = Path(path)
     path = path if path.suffix == ".npz" else path.with_name(path.name + ".npz")

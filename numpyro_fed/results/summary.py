@@ -1,6 +1,5 @@
 """What a fit says of itself: a table of its scalars, and a few lines for a prompt or a notebook."""
 
-from collections.abc import Mapping
 from html import escape
 from typing import Any
 
@@ -10,6 +9,7 @@ import pandas as pd
 from numpyro.diagnostics import hpdi
 
 from numpyro_fed.model.partition_table import Partition
+from numpyro_fed.results.scalars import scalars
 from numpyro_fed.results.value import Fitted
 
 SHOWN = 20  # rows of a notebook's table
@@ -38,21 +38,6 @@ def table(draws: dict[str, Any], params: dict[str, Any], part: Partition, hdi_pr
             for label, column in scalars({full: np.asarray(value)[None]}).items():
                 rows[label] = {"role": "param", "mean": float(column[0])}
     return pd.DataFrame.from_dict(rows, orient="index", columns=["role", "mean", "sd", "median", low, high])
-
-
-def scalars(draws: Mapping[str, Any], batch: int = 1) -> dict[str, np.ndarray]:
-    """The scalars of ``{site: draws}``, named ``beta[0]``, ``L[0, 1]``; the first ``batch`` axes are draws.
-
-    >>> list(scalars({"mu": np.zeros(5), "L": np.zeros((5, 1, 2))}))
-    ['mu', 'L[0, 0]', 'L[0, 1]']
-    """
-    out = {}
-    for name, value in draws.items():
-        value = np.asarray(value)
-        for index in np.ndindex(*value.shape[batch:]):
-            label = f"{name}[{', '.join(map(str, index))}]" if index else name
-            out[label] = value[(slice(None),) * batch + index]
-    return out
 
 
 def described(fit: Fitted) -> str:
@@ -85,8 +70,8 @@ def _facts(fit: Fitted) -> dict[str, str]:
         facts["loss"] = f"{np.mean(losses[-min(100, max(1, len(losses) // 10)) :]):.4g}"  # one alone may be noisy
     if fit.correction is not None:
         facts["correction"] = repr(fit.correction)
-    elif fit.reasons:
-        facts["to be doubted:"] = " ".join(fit.reasons)
+    verdict = fit.verdict
+    facts["verdict"] = ": ".join([verdict.status, *([" ".join(verdict.reasons)] if verdict.reasons else [])])
     facts["global sites"] = ", ".join(fit.split.partition.global_sites) or "none"
     facts["local sites"] = ", ".join(fit.split.partition.local_sites) or "none"
     return facts

@@ -14,8 +14,10 @@ from numpyro_fed.model.survey import Survey
 from numpyro_fed.results.correction import Correction, HasCorrection
 from numpyro_fed.results.programs import Programs
 from numpyro_fed.results.state import Again, State
+from numpyro_fed.results.verdict import Evidence, Verdict, corrected_verdict, globals_at, judged
 
 NOT_ASKED = Survey(0)
+UNASKED = "nobody asked for a check: run(..., check=True)"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -32,7 +34,9 @@ class Fitted:
     shapes: Silos | None = None  # after nf.load: zeros in the shapes of the silos' arguments
     survey: Survey = NOT_ASKED  # what the silos told before the first round
     records: tuple[Any, ...] = ()  # what each phase of the run cost
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()  # why it is to be doubted, as the rounds show
+    moving: bool = False  # one of these is that it had not come to rest
+    evidence: Evidence | str = UNASKED  # of the check phase, or why there is none
     again: Again | None = None  # how to run again
 
     @property
@@ -55,6 +59,19 @@ class Fitted:
         """Effective sample size, Pareto k-hat, points and weights of a corrected fit; None for any other."""
         posterior = self.posterior
         return posterior.correction(self.state.server) if isinstance(posterior, HasCorrection) else None
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """Whether the fit is to be trusted, why not, and what to type then; it prints."""
+        if self.correction is not None:
+            return corrected_verdict(self.correction, self._globals_at(self.correction.points))
+        if isinstance(self.evidence, str):
+            return judged(self.evidence, None, {}, self.reasons, self.moving)
+        normal, draws = self.posterior.normal(self.state.server), self._globals_at(self.evidence.points)
+        return judged(self.evidence, normal, draws, self.reasons, self.moving)
+
+    def _globals_at(self, points: np.ndarray) -> dict[str, np.ndarray]:
+        return globals_at(self.split, self.posterior.theta(self.state.server), points)
 
     @property
     def reads_data(self) -> bool:

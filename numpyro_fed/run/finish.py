@@ -8,6 +8,8 @@ from numpyro_fed.algorithm import Left, Posterior
 from numpyro_fed.checks import VerdictWarning
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import Again, State
+from numpyro_fed.results.value import UNASKED
+from numpyro_fed.results.verdict import Evidence
 from numpyro_fed.run.prepare import Prepared
 from numpyro_fed.run.runner import Runner
 
@@ -21,6 +23,7 @@ def finished(
     began: float,
     left: Left,
     states: tuple,
+    evidence: Evidence | str = UNASKED,
     warn: bool = True,
 ) -> Fit:
     """The fit, which says itself why it is to be doubted."""
@@ -45,11 +48,13 @@ def finished(
         survey=prepared.survey,
         records=tuple(runner.records),
         reasons=left.reasons,
+        moving=left.moving,
+        evidence=evidence,
         again=again,
     )
-    if warn:
-        for reason in left.reasons:
-            warnings.warn(reason, VerdictWarning, stacklevel=3)
+    if warn and fit.verdict.warns:
+        told = f"{runner.label}: the verdict is {fit.verdict.status!r}. {' '.join(fit.verdict.reasons)}"
+        warnings.warn(f"{told} (All of it: fit.verdict)", VerdictWarning, stacklevel=3)
     return fit
 
 

@@ -1,0 +1,62 @@
+"""The check at the end of a run: the density of all silos at points around q, from which the fit's verdict is made.
+
+See :mod:`numpyro_fed.results.verdict`. The points are the first of those that a correction would ask for, so that
+:meth:`numpyro_fed.results.fit.Fit.correct` only adds to them.
+"""
+
+import jax
+import numpy as np
+
+from numpyro_fed.algorithm import Posterior, PyTree
+from numpyro_fed.keys import digest
+from numpyro_fed.model.survey import Survey
+from numpyro_fed.results.importance import proposal, scrambling
+from numpyro_fed.results.verdict import Evidence, found_change, globals_at
+from numpyro_fed.run.runner import Runner
+from numpyro_fed.run.target import BLOCK, exact_marginal, log_target
+
+MOST = 2048  # points
+MOST_DIMS = 500
+REFINED = 16  # points at which locals are integrated again, with twice the nodes
+CHECK = digest("\0check")
+
+
+def checked(runner: Runner, posterior: Posterior, survey: Survey, server: PyTree, interrupted: bool) -> Evidence | str:
+    """What the silos' densities say of the posterior; or why they were not asked."""
+    split, name = runner.split, runner.label
+    if interrupted:
+        return "the run was interrupted, and not checked"
+    if not runner.engine.holds_states:
+        return "silos of a store are not asked again, so there was no check"
+    if not split.dim:
+        return "the model has no global latents to check"
+    if split.dim > MOST_DIMS:
+        return f"in {split.dim} dimensions, more than {MOST_DIMS}, points around the posterior say nothing of it"
+    normal = posterior.normal(server)
+    if normal is None:
+        return f"nf.{name} has no normal posterior of the globals here, so there are no points to check it at"
+    mean, covariance = np.asarray(normal.mean, np.float64), normal.covariance
+    if not (np.all(np.isfinite(mean)) and np.all(np.isfinite(covariance))):
+        return "the posterior is improper, and cannot be checked"
+    theta, marginal = posterior.theta(server), exact_marginal(split, survey, posterior)
+    words = scrambling(jax.random.fold_in(runner.key, CHECK))
+    points, log_proposal = proposal(words, mean, covariance, MOST)
+    evidence, wanted = None, BLOCK
+    while evidence is None or len(evidence.points) < wanted:
+        done = 0 if evidence is None else len(evidence.points)
+        more = log_target(runner, "check", marginal, points[done:wanted], done, mean, theta)
+        if more is None:
+            return "the check was interrupted"
+        known = np.zeros(0) if evidence is None else evidence.log_target
+        evidence = Evidence(points[:wanted], np.concatenate([known, more]), log_proposal[:wanted], words)
+        if not np.any(np.isfinite(evidence.log_target)):
+            break
+        change, _ = found_change(evidence, normal, globals_at(split, theta, evidence.points))
+        if wanted < MOST and not change.precise:
+            wanted *= 2
+    if marginal.kind == "quadrature":
+        finer = marginal._replace(num=2 * marginal.num + 1)
+        again = log_target(runner, "check", finer, points[:REFINED], 0, mean, theta)
+        if again is not None:
+            evidence = evidence._replace(refined=again - evidence.log_target[:REFINED])
+    return evidence

@@ -1,0 +1,134 @@
+"""The log density of all silos at points of the globals, locals integrated out: one round for each block of points.
+
+Corrections weigh points by it, and the check at the end of a run asks what a correction would change. The message is
+not a summary like a site. It is the silo's likelihood at so many places, numbers of which the silo's data can be read
+more closely than of other messages.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase, Posterior
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.local.integrate import Marginal, choose, silo_factor, start_frame
+from numpyro_fed.memo import ByIdentity, remembered
+from numpyro_fed.model.rows import components_of
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.model.survey import Survey
+from numpyro_fed.precision import in_x64
+from numpyro_fed.run.runner import Runner
+
+Array = jax.Array
+BLOCK = 256  # points of a round: another number is another program
+DRAWS = 256  # of a row's locals at each point, where they are not integrated by quadrature
+LOCAL_STEPS = 30  # of Newton's method to the locals' modes at the posterior mean, from nowhere
+
+
+class TargetBroadcast(NamedTuple):
+    """All that a silo receives."""
+
+    points: Array  # (S, d)
+    first: Array  # int: the place of the first of them in the sequence
+    centre: Array  # (d,): where it looks for its locals
+    theta: dict[str, Array]
+
+
+class TargetServer(NamedTuple):
+    """The points, and what is known of them."""
+
+    sent: TargetBroadcast
+    log_prior: Array  # (S,)
+    log_f: Array  # (S,) float64: the sum over silos
+
+
+def target_round(split: SplitModel, marginal: Marginal, num_points: int) -> FederatedAlgorithm:
+    """The round as pure functions; see :mod:`numpyro_fed.algorithm`. Its message is log f_j at the points, (S,)."""
+    d = split.dim
+
+    def init(key: Array) -> TargetServer:
+        return begun(TargetBroadcast(jnp.zeros((num_points, d)), jnp.zeros((), jnp.int32), jnp.zeros(d), split.theta))
+
+    def broadcast(key: Array, server: TargetServer) -> Broadcast:
+        return Broadcast(server.sent)
+
+    def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Array, tuple]:
+        sent = broadcast.common
+        components = components_of(split, data) if marginal.rows == "indexed" else None
+        factor = silo_factor(split, marginal, data, components, sent.theta)
+        frame = factor.refit(sent.centre, start_frame(split, data), LOCAL_STEPS)
+
+        def one(given: tuple[Array, Array]) -> Array:
+            # where locals are drawn, afresh at every point: estimates of f are then unbiased and independent, so the
+            # weights are right on average and their noise is seen in the effective sample size
+            s, z = given
+            return factor.log_f(z, frame, factor.nodes(jax.random.fold_in(key, s)))
+
+        places = sent.first + jnp.arange(num_points), sent.points
+        return jax.lax.map(one, places, batch_size=factor.batch_of(num_points)), silo
+
+    @in_x64
+    def total(messages: Array) -> Array:
+        return jnp.sum(messages, axis=0)
+
+    def aggregate(messages: Array, cohort: Cohort) -> Array:
+        return total(messages)
+
+    def server_step(key: Array, server: TargetServer, log_f: Array) -> tuple[TargetServer, dict]:
+        log_prior = jax.vmap(lambda z: split.log_prior(z, server.sent.theta))(server.sent.points)
+        return server._replace(log_prior=log_prior, log_f=log_f), {}
+
+    nothing = lambda key, broadcast, data: ()
+    return FederatedAlgorithm(init, nothing, broadcast, silo_step, aggregate, server_step).traced_once()
+
+
+def begun(sent: TargetBroadcast) -> TargetServer:
+    """Before the round: the points, and nothing known of them."""
+    num = sent.points.shape[0]
+    with jax.enable_x64(True):
+        return TargetServer(sent, jnp.zeros(num, sent.points.dtype), jnp.zeros(num, jnp.float64))
+
+
+def exact_marginal(split: SplitModel, survey: Survey, posterior: Posterior) -> Marginal:
+    """How locals are integrated out: as exactly as the model allows, whatever the fit itself could afford."""
+    found = choose(split, survey)
+    if found.kind == "none":
+        return found
+    own = getattr(posterior, "marginal", None)
+    asked = own.num if own is not None and own.kind == found.kind else 0
+    return found._replace(num=max(found.num, asked, DRAWS if found.kind == "importance_weighted" else 1))
+
+
+def log_target(
+    runner: Runner, name: str, marginal: Marginal, points: np.ndarray, first: int, centre: np.ndarray, theta: dict
+) -> np.ndarray | None:
+    """log p(z, y) at points (S, d) that begin at place ``first`` of their sequence, float64; None: interrupted.
+
+    ``name`` is the phase's: of the records, and of the stream of random numbers.
+    """
+    split, out = runner.split, []
+    for start in range(0, len(points), BLOCK):
+        block = jnp.asarray(points[start : start + BLOCK])
+        place = jnp.asarray(first + start, jnp.int32)
+        sent = TargetBroadcast(block, place, jnp.asarray(centre, block.dtype), theta)
+        size = len(block)
+        make = partial(target_round, split, marginal, size)
+        phase = Phase(
+            name,
+            remembered(make, "target", ByIdentity(split), marginal, size),
+            begin=lambda left, fresh, sent=sent: Begun(begun(sent)),
+            finish=lambda left, server, info: left._replace(server=server),
+            cohort=len(runner.stack.names),
+            role="check",
+            effort="some",
+            watched=False,  # a density may well be zero at some of the points
+        )
+        left, _ = runner.run((phase,), Left(), tuple(() for _ in runner.stack.buckets), None)
+        if left.interrupted:
+            return None
+        found: Any = left.server
+        out.append(np.asarray(found.log_prior, np.float64) + np.asarray(found.log_f))
+    return np.concatenate(out)
