@@ -16,7 +16,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.keys import fold_in_name, identities
 from numpyro_fed.memo import ByIdentity
 from numpyro_fed.precision import ONCE
-from numpyro_fed.results.draws import stack_of
+from numpyro_fed.results.draws import fit_stack
 from numpyro_fed.results.value import Fitted
 
 Array = jax.Array
@@ -42,7 +42,7 @@ def elbo(fit: Fitted, keys: Array) -> float:
             f"nf.{fit.state.method} finds a point, which has no evidence bound; fit.history['loss'] is minus its "
             "density"
         )
-    stack = stack_of(fit)
+    stack = fit_stack(fit)
     silos = tuple(
         (identities(bucket.names), states, *arrays)
         for bucket, states, arrays in zip(stack.buckets, fit.state.silos, stack.arrays, strict=True)

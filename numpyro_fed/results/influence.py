@@ -177,7 +177,7 @@ def _joined(old: Silos, new: Silos) -> Silos:
 def _cut(fit: F, rest: tuple[str, ...], server: Any, seconds: float) -> F:
     """The fit of the remaining silos, their buckets and padding as they were.
 
-    Doubts that name a silo which left are gone with it; of those that name nobody, nobody knows whether it was to blame.
+    Doubts that name a silo which left are gone with it; those that name nobody stay.
     """
     gone = [name for name in fit.state.names if name not in rest]
     buckets, states, padded = [], [], []
@@ -231,7 +231,7 @@ def _states(fit: Fitted, posterior: HasSites, fresh: Fresh, b: int) -> PyTree:
         state, _ = fresh.state.silo(name)
         if name in fit.state.names:
             old, was = fit.state.silo(name)
-            own = {axis.name: axis.lengths[name] for axis in fresh.split.partition.axes}
+            own = fresh.split.partition.lengths(name)
             place = lambda group, padded, own=own: real_rows(group, own, padded)
             rows = {g.name: (place(g, fit.padded[was]), place(g, fresh.padded[b])) for g in fresh.split.groups}
             state = posterior.joined_silo(state, old, rows)
