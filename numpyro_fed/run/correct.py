@@ -34,7 +34,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.precision import in_x64
 from numpyro_fed.results.correction import Corrected, CorrectedPosterior, Correction
-from numpyro_fed.results.draws import stack_of
+from numpyro_fed.results.draws import fit_stack
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.importance import pareto_smoothed, proposal
 from numpyro_fed.results.summary import described
@@ -113,7 +113,7 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
     num = check_count("num_points", num_points, least=16)
     normal = _normal(fit)
     fit.need_silos("log likelihoods at the points")
-    split, stack = fit.split, stack_of(fit)
+    split, stack = fit.split, fit_stack(fit)
     chosen = default if engine is None else engine
     points, log_proposal = proposal(key, np.asarray(normal.mean, np.float64), normal.covariance, num)
     marginal = _marginal(fit)
