@@ -1,6 +1,6 @@
 """Federated Bayesian inference on NumPyro."""
 
-from numpyro_fed import algorithm, engines, guides, schedules, solvers
+from numpyro_fed import algorithm, engines, guides, prepare, schedules, solvers
 from numpyro_fed.algorithm import Posterior
 from numpyro_fed.data import datasets, partitioners
 from numpyro_fed.data.silos import Silos
@@ -67,6 +67,7 @@ __all__ = [
     "nuts",
     "partition",
     "partitioners",
+    "prepare",
     "schedules",
     "solvers",
     "split",

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from numpyro_fed.normal import affine, stein
-from numpyro_fed.normal.families import DIAGONAL, FULL, Natural
+from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.normal.newton import advance, derivatives, find_mode, floored_inverse_root, newton_step, start_search
+
+DIAGONAL, FULL = Family("diagonal"), Family("full")
 
 pytestmark = pytest.mark.usefixtures("strict_ranks", "x64")
 D = 4

@@ -13,10 +13,12 @@ from tiers import tiers
 
 import numpyro_fed as nf
 from numpyro_fed.model.build import split_model
-from numpyro_fed.normal.families import FULL
+from numpyro_fed.normal.families import Family
 from numpyro_fed.normal.points import enough_points, largest_eigenvalue, normal_points
 from numpyro_fed.normal.prior import normal_prior
 from numpyro_fed.solvers import Laplace
+
+FULL = Family("full")
 
 NOISE = 0.7
 

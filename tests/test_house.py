@@ -14,7 +14,20 @@ FILES = sorted(path for path in ROOT.rglob("*.py"))
 
 # Stations of the pipeline (docs/design.md): a file imports from its own room and from those before it.
 GROUND = ("algorithm", "schedules", "optim", "precision", "checks", "keys", "memo")
-ROOMS = ("data", "model", "normal", "local", "guides", "solvers", "engines", "results", "run", "methods", "judge")
+ROOMS = (
+    "data",
+    "model",
+    "normal",
+    "local",
+    "guides",
+    "solvers",
+    "engines",
+    "prepare",
+    "results",
+    "run",
+    "methods",
+    "judge",
+)
 
 # Rooms whose classes nobody else asks for by name: a thing is asked what it can do.
 PRIVATE = ("engines", "schedules", "solvers", "data.store")

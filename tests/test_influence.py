@@ -117,7 +117,7 @@ def test_rounds_among_the_others(fit: nf.Fit, silos: nf.Silos) -> None:
     assert less.num_rounds == len(less.history["bytes_up"]) <= 2
     assert less.history["shift"][0] < 1e-6  # the sites were right from the start
     z = posterior(silos, "york", "hull")[0]
-    local = [one.state.silo("york")[0].kept.mean(z)["rows"][: SIZES["york"]] for one in (less, fit)]
+    local = [one.state.silo("york")[0].local_posterior.mean(z)["rows"][: SIZES["york"]] for one in (less, fit)]
     np.testing.assert_allclose(*local, atol=1e-6)
 
 

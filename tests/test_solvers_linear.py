@@ -19,9 +19,11 @@ from numpyro_fed.engines.base import sent_to
 from numpyro_fed.local.integrate import Marginal, plain_factor, silo_factor, start_frame
 from numpyro_fed.model.build import split_model
 from numpyro_fed.normal import prior
-from numpyro_fed.normal.families import DIAGONAL, IDENTITY, Natural
+from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.precision import in_user_precision
 from numpyro_fed.solvers.base import Tilted
+
+DIAGONAL, IDENTITY = Family("diagonal"), Family("identity")
 
 NAMES = ("iasg", "fisher", "ngvi", "identity")
 SD, NOISE = 2.0, 0.5  # of the prior, of an observation

@@ -14,7 +14,7 @@ import numpyro_fed as nf
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Begun, Broadcast, FederatedAlgorithm, Phase
 from numpyro_fed.data.names import LazyNames
-from numpyro_fed.data.stack import gathered, stack_of
+from numpyro_fed.data.stack import pad_and_stack, stack_of
 from numpyro_fed.data.store import SiloStore
 from numpyro_fed.methods.fedpa import MOST_ASKED
 from numpyro_fed.model.build import split_model
@@ -160,7 +160,7 @@ def test_a_bad_silo_is_named(change, words, prefetch):
 def test_rows_that_do_not_match_are_noticed(store):
     split = split_model(regression, store.example())
     with pytest.raises(ValueError, match=r"silo 'a': argument 'y' has 2 rows where others of axis 'rows' have 3"):
-        gathered([("a", {"x": np.ones((3, 2), "f"), "y": np.ones(2, "f")})], split.spec, split.partition.axes)
+        pad_and_stack([("a", {"x": np.ones((3, 2), "f"), "y": np.ones(2, "f")})], split.spec, split.partition.axes)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,10 @@ def _checked_leaf(where: str, path: str, leaf: Any) -> Any:
     array = np.asarray(leaf)
     if array.dtype.kind not in "bifu":
         kind = {"O": "objects", "U": "strings", "S": "strings", "M": "dates"}.get(array.dtype.kind, str(array.dtype))
-        raise TypeError(f"{where} holds {kind}: encode it as numbers first (for categories: integer codes)")
+        raise TypeError(
+            f"{where} holds {kind}: encode it as numbers first (for categories: integer codes, the same in all silos; "
+            f"nf.prepare.levels({{silo: arguments}}, {path!r}) makes them)"
+        )
     if array.dtype.kind == "f" and not np.all(np.isfinite(array)):
         what = "NaN" if np.isnan(array).any() else "Inf"
         if not array.ndim:

@@ -72,4 +72,4 @@ class LazyNames(Sequence[str]):
         return isinstance(other, LazyNames) and self._identity == other._identity
 
     def __repr__(self) -> str:
-        return f"Names({format_names(self)})"
+        return f"LazyNames({format_names(self)})"

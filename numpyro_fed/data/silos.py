@@ -11,7 +11,7 @@ partition has told which axes belong to the silos.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar
@@ -68,10 +68,7 @@ class Silos(Mapping[str, dict[str, Any]]):
         self.shared: dict[str, Any] = checked_arguments(None, dict(shared or {}))
         self._data = {name: checked_arguments(name, args) for name, args in named.items()}
         self.own_counts: frozenset[str] = frozenset()  # int arguments known to count a silo's own groups (see `split`)
-        for name, args in self._data.items():
-            both = sorted(set(args) & set(self.shared))
-            if both:
-                raise ValueError(f"argument {both[0]!r} is given by silo {name!r} and in shared=: keep one of the two")
+        _check_apart(self._data, self.shared)
         check_alike(self._data)
         _warn_once_about_numbers(self)
 
@@ -91,10 +88,38 @@ class Silos(Mapping[str, dict[str, Any]]):
 
     def only(self, *names: str) -> "Silos":
         """Some of the silos, by name."""
-        some = object.__new__(Silos)  # the arguments have been checked
-        some.shared, some.own_counts = self.shared, self.own_counts
-        some._data = {name: self.own(name) for name in names}
-        return some
+        return self._with({name: self.own(name) for name in names}, self.shared)
+
+    def changed(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> "Silos":
+        """The same silos with other arguments: ``change(own arguments)`` of each, made in its own room.
+
+        Args:
+            change: from a silo's own arguments to arrays and ints; shared arguments stay as they are.
+        """
+
+        def made(name: str) -> dict[str, Any]:
+            with at_silo(name):
+                return change(self.own(name))
+
+        return self._with({name: made(name) for name in self.names}, self.shared)
+
+    def sharing(self, **arguments: Any) -> "Silos":
+        """The same silos with these shared arguments beside, or in place of, those that there are.
+
+        >>> silos.sharing(knots=np.array([-1.0, 0.0, 1.0], "f"))
+        Silos: 2
+          leeds: x float32[20], y int32[20]
+          york: x float32[30], y int32[30]
+          shared: knots float32[3]
+        """
+        _check_apart(self._data, arguments)
+        return self._with(self._data, self.shared | checked_arguments(None, arguments))
+
+    def _with(self, data: dict[str, dict[str, Any]], shared: dict[str, Any]) -> "Silos":
+        """Silos of arguments that have been checked."""
+        silos = object.__new__(Silos)
+        silos.shared, silos.own_counts, silos._data = shared, self.own_counts, data
+        return silos
 
     def joined(self, others: "Silos") -> "Silos":
         """These silos and others, who come last. Both have been checked; that they are alike is checked by shapes."""
@@ -125,6 +150,13 @@ class Silos(Mapping[str, dict[str, Any]]):
         return "\n".join(lines)
 
 
+def _check_apart(data: Mapping[str, Mapping[str, Any]], shared: Mapping[str, Any]) -> None:
+    for name, args in data.items():
+        both = sorted(set(args) & set(shared))
+        if both:
+            raise ValueError(f"argument {both[0]!r} is given by silo {name!r} and in shared=: keep one of the two")
+
+
 def _warn_once_about_numbers(silos: Silos) -> None:
     doubles, large = set(), set()
     for args in [*(silos.own(name) for name in silos.names), silos.shared]:
@@ -144,6 +176,6 @@ def _warn_once_about_numbers(silos: Silos) -> None:
     if large:
         warnings.warn(
             f"{', '.join(sorted(large))} have values above {LARGE:.0e}, where float32 loses differences of order one: "
-            "standardise them",
+            "standardise them (nf.prepare.standardize)",
             stacklevel=3,
         )

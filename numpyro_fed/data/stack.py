@@ -23,7 +23,7 @@ Array = jax.Array
 PADDING = 2.0  # rows after padding, at most this many times the rows before
 
 
-def gathered(
+def pad_and_stack(
     members: list[tuple[str, dict[str, Any]]], spec: CallSpec, axes: tuple[Axis, ...], rounded: bool = True
 ) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
     """A cohort's ``args`` and ``mask``, padded to a common length and stacked, on the host.
@@ -238,7 +238,7 @@ class Stack:
         places = np.asarray(index).tolist()
         names = [self.store.name(j) for j in places]
         members = [(name, self.store.read(j)) for name, j in zip(names, places, strict=True)]
-        return (identities(names), *gathered(members, self.spec, self.axes))
+        return (identities(names), *pad_and_stack(members, self.spec, self.axes))
 
     @property
     def description_bytes(self) -> int:

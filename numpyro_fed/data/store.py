@@ -184,6 +184,14 @@ class SiloStore:
                 found[name] = self._raw(self.names.index(name))
         return Silos(found, shared=self.shared)
 
+    def changed(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> "SiloStore":
+        """The same silos with other arguments: ``change(own arguments)`` whenever one is read."""
+        return SiloStore(lambda index: change(self.read(index)), self.names, self.shared)
+
+    def sharing(self, **arguments: Any) -> "SiloStore":
+        """The same silos with these shared arguments beside, or in place of, those that there are."""
+        return SiloStore(self._read, self.names, self.shared | arguments)
+
     def example(self, num_silos: int = EXAMPLE) -> Silos:
         """The first silo, the last, and some in between that are always the same ones.
 

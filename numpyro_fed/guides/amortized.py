@@ -209,7 +209,7 @@ class Amortized(GlobalNormal):
         return tuple(name for name in found if name in used)
 
     def _row_size(self, split: SplitModel) -> int:
-        data = split.spec.dummy()._replace(shared=split.shared)
+        data = split.dummy()
         return int(jax.eval_shape(lambda: self.features(split, split.groups[0], data)).shape[1]) + (
             split.dim if self.use_globals else 0
         )

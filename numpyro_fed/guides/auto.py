@@ -60,7 +60,7 @@ def rebuilt(guide: AutoGuide) -> Callable[[Any], AutoGuide]:
 
 def globals_model(split: SplitModel) -> Callable[[], Any]:
     """The model with everything left out but its global sites (and plates)."""
-    data = split.spec.dummy()._replace(shared=split.shared)
+    data = split.dummy()
     params = split.constrain_theta(split.theta) | split.constants
     seeded = handlers.seed(handlers.substitute(split.model, data=params), jax.random.PRNGKey(0))
     hidden = lambda site: site["type"] != "plate" and site["name"] not in split.global_shapes
@@ -122,7 +122,7 @@ class AutoGlobals:
         trace = self._trace(eps, constrained_params(params["auto"], self.limits))
         values = {name: trace[name]["value"] for name in self.split.global_shapes}
         log_q = sum((jnp.sum(value) for value in log_densities(trace).values()), jnp.zeros(()))
-        data = self.split.spec.dummy()._replace(shared=self.split.shared)
+        data = self.split.dummy()
         flat, log_det = unconstrained(self.split, values, self.split.theta, data)
         return self.split.ravel(flat), log_q + sum((jnp.sum(value) for value in log_det.values()), jnp.zeros(()))
 

@@ -115,7 +115,7 @@ class _BoundFunction:
 
     def __init__(self, family: GuideFunction, split: SplitModel) -> None:
         self.family, self.split, self.function = family, split, family.function
-        data = split.spec.dummy()._replace(shared=split.shared)
+        data = split.dummy()
         kwargs = split.spec.kwargs(data)
         try:
             traced = trace_silo(self.function, "any", kwargs)
@@ -159,7 +159,7 @@ class _BoundFunction:
     # --- over the globals, at the server ----------------------------------------------------------------------------
 
     def _dummy(self) -> SiloData:
-        return self.split.spec.dummy()._replace(shared=self.split.shared)
+        return self.split.dummy()
 
     def start_global(self, key: Array, split: SplitModel, found: Any = None) -> tuple[dict[str, Any], GlobalBase]:
         params = unconstrained_params(self._run(key, {}, self._dummy()), self.at_server)

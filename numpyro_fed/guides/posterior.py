@@ -42,10 +42,10 @@ class GuideSilo(Protocol):
     def components(self) -> Components | None: ...
 
 
-def theta_of(server: GuideServer) -> dict[str, Any]:
-    """The model's params, unconstrained, in their own units."""
+def theta_of(server: GuideServer, theta: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The model's params (or ``theta`` in their place), unconstrained, in their own units."""
     location, scale = server.theta_base
-    return jax.tree.map(lambda a, b, t: a + b * t, location, scale, server.theta)
+    return jax.tree.map(lambda a, b, t: a + b * t, location, scale, server.theta if theta is None else theta)
 
 
 class GuidePosterior:

@@ -190,7 +190,7 @@ def _centre(fit: Fit, key: Array) -> Array:
 
 def _telling_split(split: SplitModel, site: str) -> SplitModel:
     """The same split of a model with one more deterministic site: the classes of ``site``, and their probabilities."""
-    shape = SiteShape("deterministic", (), None, (), None, (), False, "")
+    shape = SiteShape("deterministic", (), None, None, (), False, "")
     classes = Site(CLASSES, "deterministic", False, (), (), shape)
     part = replace(split.partition, sites=(*split.partition.sites, classes))
     return split._replace(model=_telling(split.model, site), partition=part)

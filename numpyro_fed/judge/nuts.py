@@ -75,7 +75,7 @@ class Reference:
         b, position = self.data.place(silo)
         data = self.data.data(silo)
         local = {name: value[:, :, position] for name, value in self.unconstrained["local"][b].items()}
-        lengths = {axis.name: axis.lengths[silo] for axis in self.split.partition.axes}
+        lengths = self.split.partition.lengths(silo)
         padded = {axis: mask.shape[0] for axis, mask in data.mask.items()}
         local = self.split.unpadded_local(local, lengths, padded)
         data = without_padding(data, self.split.spec, lengths)  # a deterministic site may be a mean over rows

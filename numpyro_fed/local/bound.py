@@ -85,7 +85,7 @@ def silo_bound(
         return _plain(split, guide, weighting, key, params, base, z, context, theta, data, combine, counts)
     # the barrier keeps the compiler from drawing the same numbers again in every place that uses them
     eps = jax.lax.optimization_barrier(conditional.draw_rows(key, split, data.mask, weighting.num))
-    held, held_aid = jax.lax.stop_gradient((params, context))
+    held, held_context = jax.lax.stop_gradient((params, context))
 
     def log_weights(z_local: dict, off_mean: dict, given: conditional.Conditional, z: Array, theta: dict) -> Array:
         """log p at z_L minus log q at z_L less its mean: the mean given z_G moves with z_G, so z_G cancels there."""
@@ -97,7 +97,7 @@ def silo_bound(
         return jax.vmap(one)(z_local, off_mean)
 
     at = lambda params, z, context: guide.condition(params, base, z, context, data)
-    given, pull_z = jax.vjp(lambda z: at(held, z, held_aid), z)
+    given, pull_z = jax.vjp(lambda z: at(held, z, held_context), z)
     off_mean, pull_spread = jax.vjp(lambda given: jax.vmap(lambda eps: conditional.spread(given, eps))(eps), given)
     z_local = jax.lax.optimization_barrier(jax.tree.map(lambda loc, off: loc + off, given.loc, off_mean))
     log_w, back = jax.vjp(log_weights, z_local, off_mean, given, z, theta)  # (K, components)
@@ -115,8 +115,8 @@ def silo_bound(
         both = {group: twice(group) * value for group, value in both.items()}
         (by_spread,) = pull_spread(both)
     _, pull = jax.vjp(lambda params, context: at(params, z, context), params, context)
-    g_params, g_aid = pull(by_spread._replace(loc=total(both)))
-    return BoundGradients(value, g_params, g_z, g_aid, g_theta)
+    g_params, g_context = pull(by_spread._replace(loc=total(both)))
+    return BoundGradients(value, g_params, g_z, g_context, g_theta)
 
 
 def _plain(

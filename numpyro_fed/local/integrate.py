@@ -24,8 +24,8 @@ from numpyro_fed.local import minibatch
 from numpyro_fed.local.bound import Weighting, combined, row_weights
 from numpyro_fed.local.conditional import LocalLaplace, draw_rows, fit_local_laplace, standard_local_laplace
 from numpyro_fed.local.minibatch import Batching
-from numpyro_fed.local.redraw import observed_sites, redraw, replaced
-from numpyro_fed.model.observations import num_observations
+from numpyro_fed.local.redraw import redraw, replaced
+from numpyro_fed.model.observations import num_observations, silo_terms
 from numpyro_fed.model.rows import Components
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
@@ -193,7 +193,7 @@ def silo_factor(
         return frame.with_moments(mean, cov)
 
     def redrawn(key: Array, z: Array, frame: Any) -> Array:
-        values: dict[str, Any] = dict.fromkeys(site.name for site in observed_sites(split, "factor"))
+        values: dict[str, Any] = dict.fromkeys(site.name for site in silo_terms(split, "factor"))
         values |= redraw(split, z, theta, data, key)
         model = handlers.condition(split.model, condition_fn=partial(replaced, values))
         other = silo_factor(split._replace(model=model), marginal, data, components, theta)

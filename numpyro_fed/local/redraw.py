@@ -8,14 +8,10 @@ from numpyro.distributions.distribution import validation_enabled
 
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.model.forward import forward
-from numpyro_fed.model.partition_table import Site
+from numpyro_fed.model.observations import silo_terms
 from numpyro_fed.model.split_model import SplitModel
 
 Array = jax.Array
-
-
-def observed_sites(split: SplitModel, *roles: str) -> list[Site]:
-    return [site for site in split.partition.sites if site.role in roles and not site.at_server]
 
 
 def redraw(split: SplitModel, z: Array, theta: dict, data: SiloData, key: Array) -> dict[str, Array]:
@@ -23,7 +19,7 @@ def redraw(split: SplitModel, z: Array, theta: dict, data: SiloData, key: Array)
 
     Locals are drawn first, so these are draws of y given z_G alone.
     """
-    names = [site.name for site in observed_sites(split, "observed")]
+    names = [site.name for site in silo_terms(split, "observed")]
     if not names:
         raise ValueError(
             "this solver draws observations from the model, and the silos' terms are all numpyro.factor: use "

@@ -215,7 +215,7 @@ class Factorised(Method):
             sites=server.sites._replace(each=each),
             visits=jnp.ones_like(server.visits),
             moving=jnp.full_like(server.moving, UNHEARD),
-            own=solver.init_state(family, q),
+            solver_state=solver.init_state(family, q),
         )
         return server, q
 
@@ -225,11 +225,11 @@ class Factorised(Method):
         if not isinstance(given, Given):
             return state
         family = as_family(self.family)
-        state = state._replace(own=solver.init_state(family, family.unpack(given.q)))
+        state = state._replace(solver_state=solver.init_state(family, family.unpack(given.q)))
         if not split.groups or local is None or not local.loc:
             return state
         frame = LocalLaplace.from_sds(given.loc, local.loc, local.scale, local.coupling or state.frame.coupling)
-        return state._replace(frame=frame, kept=frame)
+        return state._replace(frame=frame, local_posterior=frame)
 
     def _finish(self, names: Any, left: Left, server: SitesServer) -> Left:
         """Whether everybody was heard, and nothing moves any more."""

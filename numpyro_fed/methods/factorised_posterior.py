@@ -53,7 +53,7 @@ class SitesPosterior:
         if not self.split.groups:
             return {}
         eps = jax.tree.map(lambda leaf: leaf[0], draw_rows(key, self.split, data.mask, 1))
-        return silo.kept.at(z, eps)
+        return silo.local_posterior.at(z, eps)
 
     def theta(self, server: Any) -> dict[str, Any]:
         return {}
@@ -113,8 +113,8 @@ class SitesPosterior:
             }
             return LocalLaplace(was.centre, put("loc"), put("coupling"), put("root"), put("curvature"))
 
-        frame, kept = repadded(fresh.frame, old.frame), repadded(fresh.kept, old.kept)
-        return fresh._replace(frame=frame, kept=kept, own=old.own)
+        frame, local = repadded(fresh.frame, old.frame), repadded(fresh.local_posterior, old.local_posterior)
+        return fresh._replace(frame=frame, local_posterior=local, solver_state=old.solver_state)
 
     # --- as the start of another run --------------------------------------------------------------------------------
 
@@ -129,4 +129,5 @@ class SitesPosterior:
     def local_start(self, warm: WarmStart, silo: PyTree) -> LocalStart | None:
         if not self.split.groups:
             return None
-        return LocalStart(silo.kept.mean(warm.loc), silo.kept.sds(), silo.kept.coupling)
+        local = silo.local_posterior
+        return LocalStart(local.mean(warm.loc), local.sds(), local.coupling)

@@ -29,12 +29,12 @@ from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, 
 from numpyro_fed.checks import check_count
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.guides.normal import GlobalBase
-from numpyro_fed.guides.posterior import GuidePosterior
+from numpyro_fed.guides.posterior import GuidePosterior, theta_of
 from numpyro_fed.local.bound import Weighting
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.start import LocalStart
 from numpyro_fed.methods.sfvi import SFVI
-from numpyro_fed.methods.sfvi_step import SFVIServer, SFVISilo, theta_of
+from numpyro_fed.methods.sfvi_step import SFVIServer, SFVISilo
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.barycenter import barycenter, diagonal_barycenter, w2, w2_diagonal

@@ -13,6 +13,7 @@ import optax
 from numpyro_fed.algorithm import Broadcast
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.guides.normal import GlobalBase
+from numpyro_fed.guides.posterior import theta_of
 from numpyro_fed.local import minibatch
 from numpyro_fed.local.bound import Weighting, silo_bound
 from numpyro_fed.local.minibatch import Batching
@@ -72,12 +73,6 @@ class Parts(NamedTuple):
     sent: Any  # (SFVIServer, draws) -> SFVIBroadcast
     silo_step: Any  # (key, broadcast, SFVISilo, data) -> (SFVIMessage, SFVISilo)
     update: Any  # (SFVIServer, draws, SFVIMessage) -> (SFVIServer, info)
-
-
-def theta_of(server: SFVIServer, theta: dict | None = None) -> dict[str, Array]:
-    """Theta in the model's own units."""
-    location, scale = server.theta_base
-    return jax.tree.map(lambda a, b, t: a + b * t, location, scale, server.theta if theta is None else theta)
 
 
 def step_parts(

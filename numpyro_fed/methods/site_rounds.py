@@ -37,7 +37,7 @@ class SitesServer(NamedTuple):
     backtrack: Array  # bool: steps are shortened when the posterior swings to and fro
     previous_move: Array  # (2 d,): the last round's move of each mean and log sd, in sds
     opt_state: Any
-    own: Any  # what the solver keeps for the prior
+    solver_state: Any  # what the solver keeps for the prior
     total: Any = ()  # where sites are tied: observations in all silos, as far as they are known; float64
     heard: Any = ()  # (2,): observations and messages so far, from which the total is guessed where it is not known
 
@@ -46,8 +46,8 @@ class SitesSilo(NamedTuple):
     """Private to the silo."""
 
     frame: Any  # where locals are looked for
-    kept: Any  # locals given the globals, for draws
-    own: Any  # what the solver keeps
+    local_posterior: Any  # locals given the globals, for draws
+    solver_state: Any  # what the solver keeps
     components: Any
 
 
@@ -140,21 +140,23 @@ def site_rounds(
             site = power(site, quotient_of(rows, sent.total))
         tilted = Tilted(family, q, site, sent.warming_up, not tied)
         factor = silo_factor(split, marginal, data, silo.components, batching=batching)
-        found = solver.solve(key, tilted, factor, silo.frame, silo.own)
+        found = solver.solve(key, tilted, factor, silo.frame, silo.solver_state)
         change = quotient(found.natural, q)
         fine = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves((change, found.frame))]
         ok = jnp.all(jnp.stack(fine)) & found.ok & family.proper(found.natural)
         keep = lambda new, old: tree_where(ok, new, old)  # what failed is not where to begin next time
-        frame, kept = keep(found.frame, silo.frame), silo.kept
+        frame, local = keep(found.frame, silo.frame), silo.local_posterior
         if split.groups:
-            kept = found.local_posterior
-            kept = factor.moments(frame.centre, frame, factor.nodes(None)) if kept is None else kept
-            kept = keep(kept, silo.kept)
+            local = found.local_posterior
+            local = factor.moments(frame.centre, frame, factor.nodes(None)) if local is None else local
+            local = keep(local, silo.local_posterior)
         value = jnp.where(jnp.isfinite(found.value), found.value, 0.0)
         message = SitesMessage(family.pack(change), value, found.ess, ok, rows)
         finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(found.solver_state)]
-        own = tree_where(jnp.all(jnp.stack([jnp.ones((), bool), *finite])), found.solver_state, silo.own)
-        return message, SitesSilo(frame, kept, own, silo.components)
+        solver_state = tree_where(
+            jnp.all(jnp.stack([jnp.ones((), bool), *finite])), found.solver_state, silo.solver_state
+        )
+        return message, SitesSilo(frame, local, solver_state, silo.components)
 
     def aggregate(messages: SitesMessage, cohort: Cohort) -> tuple[SitesMessage, Array]:
         return messages, jnp.asarray(cohort.index)
@@ -164,12 +166,12 @@ def site_rounds(
         old = sites.posterior(server.sites, tied)
         changes = jax.vmap(family.unpack)(messages.change)
         values, ok = server.values.at[index].set(messages.value), messages.ok
-        own, own_change = server.own, family.flat(d)
+        solver_state, own_change = server.solver_state, family.flat(d)
         own_ok = jnp.ones((), bool)
         if not prior.exact:
             tilted = Tilted(family, old, server.sites.prior, jnp.zeros((), bool))
-            found = solver.solve(key, tilted, plain_factor(lambda z: split.log_prior(z, split.theta)), (), own)
-            own, own_change = found.solver_state, quotient(found.natural, old)
+            found = solver.solve(key, tilted, plain_factor(lambda z: split.log_prior(z, split.theta)), (), solver_state)
+            solver_state, own_change = found.solver_state, quotient(found.natural, old)
             own_ok = found.ok & family.proper(found.natural)
             values = values.at[-1].set(jnp.where(jnp.isfinite(found.value), found.value, 0.0))
         with jax.enable_x64(True):
@@ -230,7 +232,7 @@ def site_rounds(
             previous_move=move,
             values=values,
             opt_state=opt_state,
-            own=own,
+            solver_state=solver_state,
         )
         return server, info
 

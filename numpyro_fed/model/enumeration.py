@@ -117,7 +117,7 @@ def plan(part: Partition, run: Run, outputs: Callable[[dict[str, Array]], dict[s
     # a uniform distribution's log density does not depend on its value, but it is one of each value
     reads = {name: tuple(v for v in start if v in sources or v == name) for name, sources in found.items()}
     drawn = provenance(lambda **chosen: outputs(chosen), start)
-    lengths = {axis.name: axis.lengths[part.reference] for axis in part.axes}
+    lengths = part.lengths(part.reference)
     variables = {
         site.name: Variable(site.name, tuple(site.shape.support or ()), frozenset(filter(None, labels(site, lengths))))
         for site in sites

@@ -133,7 +133,7 @@ def event_dims(split: SplitModel) -> dict[str, int]:
     found: dict[str, int] = {}
 
     def run() -> int:
-        kwargs = split.spec.kwargs(split.spec.dummy()._replace(shared=split.shared))
+        kwargs = split.spec.kwargs(split.dummy())
         trace = _forward_trace(split, split.unravel(jnp.zeros(split.dim)), split.theta, kwargs, jax.random.key(0))
         found.update({s.name: trace[s.name]["fn"].event_dim for s in split.partition.sites if s.role == "observed"})
         return 0

@@ -18,7 +18,7 @@ Array = jax.Array
 
 def initial(split: SplitModel, init_loc_fn: Callable, key: Array) -> Array:
     """z_G where a NumPyro initialisation strategy puts the global sites."""
-    data = split.spec.dummy()._replace(shared=split.shared)
+    data = split.dummy()
     params = split.constrain_theta(split.theta) | split.constants
     model = handlers.seed(handlers.substitute(split.model, data=params), key)
     with validation_enabled(False):

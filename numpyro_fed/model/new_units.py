@@ -21,7 +21,7 @@ Array = jax.Array
 
 def used_arguments(split: SplitModel) -> frozenset[str]:
     """Paths of the arguments on whose values a prediction depends: not those that are only observed."""
-    kwargs = split.spec.kwargs(split.spec.dummy()._replace(shared=split.shared))
+    kwargs = split.spec.kwargs(split.dummy())
     paths = [path for path, _ in leaves(kwargs)]
     flat, structure = jax.tree.flatten(kwargs)
 
@@ -47,7 +47,7 @@ def arguments(
         raise TypeError(f"data must be a dict of model arguments, got a {type(data).__name__}")
     spec = split.spec
     expected: dict[str, Any] = jax.tree.unflatten(spec.own_structure, spec.own)
-    shared = spec.kwargs(spec.dummy()._replace(shared=split.shared))
+    shared = spec.kwargs(split.dummy())
     shared = {name: value for name, value in shared.items() if name not in expected}
     specs = {name: jax.tree.leaves(tree, is_leaf=_is_leaf) for name, tree in expected.items()}
     units = unit_axes(split)

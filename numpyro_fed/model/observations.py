@@ -33,7 +33,7 @@ def silo_terms(split: SplitModel, *roles: str) -> list[Site]:
 def observations_by_site(split: SplitModel, data: SiloData, trace: dict[str, Any] | None = None) -> dict[str, Array]:
     """How many observations each observed site of a silo has: elements of its log density that are neither padding nor
     masked. Where the silo's terms are all ``numpyro.factor``, these are counted."""
-    trace = split.trace_near_zero(data) if trace is None else trace
+    trace = split.trace_at_zero(data) if trace is None else trace
     sites = silo_terms(split, "observed") or silo_terms(split, "factor")
     ones = {site.name: jnp.where(counted(trace[site.name]), 1, 0).astype(jnp.int32) for site in sites}
     return {site.name: jnp.sum(with_mask(ones[site.name], site, data.mask)) for site in sites}

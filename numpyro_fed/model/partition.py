@@ -71,7 +71,7 @@ def partition(
     check_shapes_between_silos(traces, sites, axes, reference)
     fixed = lambda found: not any(source.startswith(("site:", "param:")) for source in found)
     static = tuple(name for name, found in depends.support.items() if fixed(found))
-    return Partition(tuple(sites), tuple(axes), plates, silos.num_silos, reference, static, local)
+    return Partition(tuple(sites), tuple(axes), plates, silos.num_silos, reference, static)
 
 
 def _event_axes(site: Site) -> set[str]:

@@ -71,7 +71,7 @@ def question(base: Tracing, component: Component, table: Partition) -> str:
         f"{'plate' if plates else 'site'} {name!r} (latents: {', '.join(latents) or 'none'}). {size} shared by all "
         f"silos, or {size} of each silo's own? Shapes cannot tell. Type local=[{name!r}] if each silo has its own, or "
         f"shared=[{name!r}] if they are the same in all silos (or pass {argument!r} in nf.Silos(..., shared=)).\n\n"
-        + replace(table, sites=sites).table()
+        + replace(table, sites=sites).table
     )
 
 

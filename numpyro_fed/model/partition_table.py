@@ -1,6 +1,6 @@
 """The sites of a model and where each lives, as a value that prints as a table."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
@@ -31,7 +31,10 @@ class Partition:
     num_silos: int
     reference: str = ""  # the silo whose shapes the sites show
     static_support: tuple[str, ...] = ()  # observed sites whose support depends on no latent
-    named: tuple[str, ...] = field(default=())  # plates and sites named in local=
+
+    def lengths(self, silo: str) -> dict[str, int]:
+        """Of a silo's axes, without padding."""
+        return {axis.name: axis.lengths[silo] for axis in self.axes}
 
     def _names(self, role: str) -> tuple[str, ...]:
         return tuple(site.name for site in self.sites if site.role == role)
@@ -80,14 +83,16 @@ class Partition:
         guide = "" if size <= 500 else ', guide=nf.guides.StructuredNormal(global_cov="diagonal")'
         return f"{size} global dimensions, {why}: try nf.SFVI(model{guide}).run(jax.random.key(0), silos)"
 
+    @property
     def table(self) -> str:
+        """The sites, their roles and shapes, as text."""
         rows = [HEAD, *self._rows()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
         rows.insert(1, tuple("-" * width for width in widths))
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def __str__(self) -> str:
-        return f"{self.table()}\n{self._suggestion()}"
+        return f"{self.table}\n{self._suggestion()}"
 
     __repr__ = __str__
 

@@ -141,14 +141,19 @@ class SplitModel(NamedTuple):
             valid = valid[..., None] & resized(mask[axis], int(mask[axis].shape[-1] * ratio))
         return valid.reshape(-1)
 
+    def dummy(self) -> SiloData:
+        """Data of no silo, for what the server computes: its own shared arguments, and zeros for the rest."""
+        return self.spec.dummy()._replace(shared=self.shared)
+
     # --- densities ---------------------------------------------------------------------------------------------------
 
     def constrain_theta(self, theta: dict[str, Array]) -> dict[str, Array]:
         return {name: biject_to(self.constraints[name])(value) for name, value in theta.items()}
 
-    def _substituted(
+    def substituted(
         self, values: dict[str, Array], theta: dict[str, Array], discrete: dict[str, Array] | None = None
     ) -> Callable[..., Any]:
+        """The model with these latents (unconstrained), params and discrete latents put in."""
         params = self.constrain_theta(theta) | self.constants
         model = handlers.substitute(self.model, data=params) if params else self.model
         model = handlers.substitute(model, substitute_fn=partial(filled, values, discrete or {}))
@@ -161,7 +166,7 @@ class SplitModel(NamedTuple):
         data: SiloData,
         discrete: dict[str, Array] | None = None,
     ) -> tuple[dict, dict]:
-        model = self._substituted(values, theta, discrete)
+        model = self.substituted(values, theta, discrete)
         with validation_enabled(False):  # padded and dummy rows need not be valid
             log_probs, trace = compute_log_probs(model, (), self.spec.kwargs(data), {}, sum_log_prob=False)
         for name in values:  # the Jacobian of a constrained latent belongs to its site
@@ -178,16 +183,19 @@ class SplitModel(NamedTuple):
         discrete: dict[str, Array] | None = None,
     ) -> dict[str, dict]:
         with validation_enabled(False):
-            return handlers.trace(self._substituted(values, theta, discrete)).get_trace(**self.spec.kwargs(data))
+            return handlers.trace(self.substituted(values, theta, discrete)).get_trace(**self.spec.kwargs(data))
 
-    def trace_near_zero(self, data: SiloData) -> dict[str, dict]:
-        """The silo's sites as the model meets them, at some point: for what does not depend on latents."""
+    def trace_at_zero(self, data: SiloData) -> dict[str, dict]:
+        """The silo's sites as the model meets them with all latents zero: for what does not depend on them.
+
+        Not for gradients: at exactly zero NumPyro's of Bernoulli and Binomial logits are wrong.
+        """
         values = self.unravel(jnp.zeros(self.dim)) | self.unpack(self.zeros_local(data.mask), data.mask)
         return self._trace(values, self.theta, data)
 
     def log_prior(self, z: Array, theta: dict[str, Array]) -> Array:
         """The server's term: log p(z_G | theta), with what observations depend on no silo."""
-        log_probs, _ = self._log_probs(self.unravel(z), theta, self.spec.dummy()._replace(shared=self.shared))
+        log_probs, _ = self._log_probs(self.unravel(z), theta, self.dummy())
         own = [site.name for site in self.partition.sites if site.at_server and site.name in log_probs]
         return sum((jnp.sum(log_probs[name]) for name in own), jnp.zeros(()))
 
@@ -288,7 +296,7 @@ class SplitModel(NamedTuple):
 
     def constrain_global(self, z: Array, theta: dict[str, Array]) -> dict[str, Array]:
         """One draw of the global sites and of the deterministic sites that depend on them alone."""
-        trace = self._trace(self.unravel(z), theta, self.spec.dummy()._replace(shared=self.shared))
+        trace = self._trace(self.unravel(z), theta, self.dummy())
         shown = [s.name for s in self.partition.sites if s.at_server and s.role in ("global", "deterministic")]
         return {name: trace[name]["value"] for name in shown}
 

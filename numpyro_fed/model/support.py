@@ -41,7 +41,7 @@ def check_support(split: SplitModel, silos: Silos) -> None:
     if not split.partition.static_support:
         return
     stack = stack_of(silos, silos, split.spec, split.partition.axes)
-    inside = lambda args, mask: supported(split, split.trace_near_zero(SiloData(args, mask, split.shared)))
+    inside = lambda args, mask: supported(split, split.trace_at_zero(SiloData(args, mask, split.shared)))
     for bucket, arrays in zip(stack.buckets, stack.arrays, strict=True):
         for name, fine in compiled_once(jax.vmap(inside), *arrays).items():
             if not np.all(fine):
@@ -50,7 +50,7 @@ def check_support(split: SplitModel, silos: Silos) -> None:
 
 def outside(split: SplitModel, silos: Silos, silo: str, name: str) -> str:
     """The message for the first impossible observation of a silo's site."""
-    site = split.trace_near_zero(silo_data(silos, silo, split.spec, split.partition.axes))[name]
+    site = split.trace_at_zero(silo_data(silos, silo, split.spec, split.partition.axes))[name]
     fn, value = site["fn"], np.asarray(site["value"])
     bad = np.argwhere(~np.asarray(_in_support(site)))
     row = tuple(int(i) for i in bad[0])

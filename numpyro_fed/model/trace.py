@@ -33,7 +33,6 @@ class SiteShape(NamedTuple):
     kind: str  # latent, observed, factor, deterministic, param
     value: Shape
     log_prob: Shape | None
-    batch: Shape
     unconstrained: Shape | None  # of a continuous latent
     plates: tuple[tuple[str, int, int], ...]
     discrete: bool
@@ -128,7 +127,7 @@ def _site_shape(name: str, site: dict) -> SiteShape:
         single = kind == "deterministic" or (len(parts) == 1 and parts[0] is value)
         # a network's parameters are a pytree: shown as the vector that they would be
         shape = jnp.shape(value) if single else (sum(jnp.size(part) for part in parts),)
-        return SiteShape(kind, shape, None, (), None, plates, False, "")
+        return SiteShape(kind, shape, None, None, plates, False, "")
     fn = site["fn"]
     kind = "latent" if not site["is_observed"] else "factor" if isinstance(unwrapped(fn), Unit) else "observed"
     if kind == "observed":
@@ -148,9 +147,7 @@ def _site_shape(name: str, site: dict) -> SiteShape:
             transform = biject_to(support)
         unconstrained = jnp.shape(transform.inv(value))
     listed = enumerable(fn) if kind == "latent" and discrete else None
-    return SiteShape(
-        kind, jnp.shape(value), log_prob, tuple(fn.batch_shape), unconstrained, plates, discrete, label(fn), listed
-    )
+    return SiteShape(kind, jnp.shape(value), log_prob, unconstrained, plates, discrete, label(fn), listed)
 
 
 def enumerable(fn: Distribution) -> tuple[int, ...] | None:

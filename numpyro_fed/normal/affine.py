@@ -1,4 +1,4 @@
-r"""Coordinates in which a tilted distribution is about standard normal, and Newton's method to get there.
+r"""Coordinates in which a tilted distribution is about standard normal.
 
 .. math:: z = m + R x
 
@@ -143,3 +143,9 @@ def near_zero(d: int) -> Array:
 def sds(at: Coordinates) -> Array:
     """Conditional sds: what a family without correlations would learn from its free energy."""
     return jax.lax.rsqrt(jnp.diagonal(inverse(at.root @ at.root.T)))
+
+
+@in_x64
+def root_of(covariance: Float[Array, "d d"]) -> Float[Array, "d d"]:
+    """Its lower triangular root, float64; of one that is symmetric but for rounding."""
+    return jnp.linalg.cholesky(0.5 * (covariance + covariance.T))

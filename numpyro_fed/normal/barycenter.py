@@ -37,7 +37,6 @@ class Barycenter(NamedTuple):
     mean: Array  # (d,)
     covariance: Array  # (d, d)
     residual: Array  # ||S - sum_k w_k (S^1/2 S_k S^1/2)^1/2|| / ||S||, Frobenius norms, of S = covariance
-    iterations: Array  # int
 
 
 class DiagonalBarycenter(NamedTuple):
@@ -90,11 +89,9 @@ def barycenter(
 
     first = _root(average[order][:, order])
     infinite = jnp.full((), jnp.inf, first.dtype)
-    root, residual, _, _, iterations = jax.lax.while_loop(
-        moving, step, (first, infinite, first, infinite, jnp.zeros((), jnp.int32))
-    )
+    root, residual, *_ = jax.lax.while_loop(moving, step, (first, infinite, first, infinite, jnp.zeros((), jnp.int32)))
     root = root[back]
-    return Barycenter(weights @ means, root @ root.T, residual, iterations)
+    return Barycenter(weights @ means, root @ root.T, residual)
 
 
 def diagonal_barycenter(

@@ -146,9 +146,6 @@ class Family:
         return mean + (root @ eps if self.kind == "full" else root * eps)
 
 
-FULL, DIAGONAL, IDENTITY = Family("full"), Family("diagonal"), Family("identity")
-
-
 def as_family(family: Any) -> Family:
     """A family from its name, or an error that says what to type."""
     if isinstance(family, Family):

@@ -90,7 +90,7 @@ class Dims:
         if not along:
             values = np.stack(list(arrays.values()), axis=lead)
             return self._array(site.name, values, named | {-len(shape) - 1: "silo"}, {"silo": list(arrays)}, sample)
-        lengths = {axis.name: axis.lengths[first] for axis in self.split.partition.axes}
+        lengths = self.split.partition.lengths(first)
         rows = "_".join(self._name(plates.get(dim, axis), Fraction(shape[dim], lengths[axis])) for axis, dim in along)
         if len(along) > 1:  # crossed axes become the first, and the others move together
             rows = self._name(rows, "crossed")

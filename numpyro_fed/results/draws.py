@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from numpyro_fed.checks import check_count, check_key
 from numpyro_fed.data.padding import SiloData, axis_lengths, cut, silo_data
 from numpyro_fed.data.silos import at_silo
-from numpyro_fed.data.stack import Bucket, Stack, gathered
+from numpyro_fed.data.stack import Bucket, Stack, pad_and_stack
 from numpyro_fed.keys import identity
 from numpyro_fed.model import forward
 from numpyro_fed.model.provenance import provenance
@@ -50,7 +50,7 @@ def silo_draws(fit: Fitted, keys: Array, silo: str) -> Draws:
 
 def lengths_of(split: SplitModel, silo: str) -> dict[str, int]:
     """Of the silo's axes, without padding."""
-    return {axis.name: axis.lengths[silo] for axis in split.partition.axes}
+    return split.partition.lengths(silo)
 
 
 def data_of(fit: Fitted, silo: str, plain: bool = False) -> tuple[SiloData, SiloData | None]:
@@ -62,13 +62,13 @@ def data_of(fit: Fitted, silo: str, plain: bool = False) -> tuple[SiloData, Silo
     split = fit.split
     if fit.from_store:
         fit.need_silos(f"draws for the units of {silo!r}")
-        args, mask = gathered([(silo, fit.any_silos.own(silo))], split.spec, split.partition.axes, rounded=False)
+        args, mask = pad_and_stack([(silo, fit.any_silos.own(silo))], split.spec, split.partition.axes, rounded=False)
         args, mask = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), (args, mask))
         return SiloData(args, mask, split.shared), None
     padded = fit.padded[fit.state.silo(silo)[1]]
     data = silo_data(fit.any_silos, silo, split.spec, split.partition.axes, padded)
     computed = any(site.role == "deterministic" and not site.at_server for site in split.partition.sites)
-    if not (computed or plain) or lengths_of(split, silo) == padded:
+    if not (computed or plain) or split.partition.lengths(silo) == padded:
         return data, None
     return data, silo_data(fit.any_silos, silo, split.spec, split.partition.axes)
 
@@ -77,7 +77,7 @@ def unpadded(fit: Fitted, values: Draws, silo: str, data: SiloData, densities: b
     """Values of sites (or their log densities) with the silo's own rows alone; ``data`` have as many as the values."""
     if fit.from_store:
         return values
-    lengths, padded, events = lengths_of(fit.split, silo), axis_lengths(data), fit.programs.event_dims
+    lengths, padded, events = fit.split.partition.lengths(silo), axis_lengths(data), fit.programs.event_dims
     sites = {name: fit.split.partition[name] for name in values}
     along = {name: site.axes if densities else forward.value_axes(site, events) for name, site in sites.items()}
     return {name: cut(value, along[name], lengths, padded) for name, value in values.items()}
@@ -98,7 +98,7 @@ def computed_from_data(fit: Fitted) -> frozenset[str]:
     return frozenset(name for name, sources in found.items() if sources)
 
 
-def stack_of(fit: Fitted) -> Stack:
+def fit_stack(fit: Fitted) -> Stack:
     """All silos, padded and ordered as the states are."""
     buckets = tuple(Bucket(*pair) for pair in zip(fit.state.buckets, fit.padded, strict=True))
     return Stack(fit.state.names, buckets, fit.split.spec, fit.split.partition.axes, fit.any_silos, None)

@@ -17,7 +17,7 @@ from numpyro_fed.data.silos import at_silo
 from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.memo import ByIdentity
 from numpyro_fed.precision import ONCE
-from numpyro_fed.results.draws import stack_of
+from numpyro_fed.results.draws import fit_stack
 from numpyro_fed.results.value import Fitted
 
 Array = jax.Array
@@ -43,7 +43,7 @@ def elbo(fit: Fitted, keys: Array) -> float:
             f"nf.{fit.state.method} finds a point, which has no evidence bound; fit.history['loss'] is minus its "
             "density"
         )
-    of, within, server, stack = ByIdentity(fit.posterior), ByIdentity(fit.split), fit.state.server, stack_of(fit)
+    of, within, server, stack = ByIdentity(fit.posterior), ByIdentity(fit.split), fit.state.server, fit_stack(fit)
     z, total = _at_server(of, within, keys, server)
     for name in fit.state.names:
         state, _ = fit.state.silo(name)

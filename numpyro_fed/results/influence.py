@@ -226,7 +226,7 @@ def _states(fit: Fitted, posterior: HasSites, fresh: Fresh, b: int) -> PyTree:
         state, _ = fresh.state.silo(name)
         if name in fit.state.names:
             old, was = fit.state.silo(name)
-            own = {axis.name: axis.lengths[name] for axis in fresh.split.partition.axes}
+            own = fresh.split.partition.lengths(name)
             place = lambda group, padded, own=own: real_rows(group, own, padded)
             rows = {g.name: (place(g, fit.padded[was]), place(g, fresh.padded[b])) for g in fresh.split.groups}
             state = posterior.joined_silo(state, old, rows)

@@ -74,6 +74,6 @@ def _trace(
     split: SplitModel, z: Array, z_local: dict[str, Array], theta: dict[str, Any], data: SiloData
 ) -> dict[str, dict[str, Any]]:
     """The silo's observed sites as the model meets them."""
-    model = split._substituted(split.unravel(z) | split.unpack(z_local, data.mask), theta)
+    model = split.substituted(split.unravel(z) | split.unpack(z_local, data.mask), theta)
     trace = handlers.trace(model).get_trace(**split.spec.kwargs(data))
     return {s.name: trace[s.name] for s in split.partition.sites if s.role == "observed" and not s.at_server}

@@ -27,7 +27,7 @@ from numpyro_fed.engines.base import Engine
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.results.correction import Corrected, CorrectedPosterior, Correction
-from numpyro_fed.results.draws import stack_of
+from numpyro_fed.results.draws import fit_stack
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.importance import pareto_smoothed, proposal, scrambling
 from numpyro_fed.results.summary import described
@@ -48,7 +48,7 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
     words = scrambling(key) if known is None else known.words  # the points of a run's check are the first
     mean = np.asarray(normal.mean, np.float64)
     points, log_proposal = proposal(words, mean, normal.covariance, num)
-    runner = Runner(Vmap() if chosen.reads_store else chosen, key, stack_of(fit), split, as_schedule(None), False, "")
+    runner = Runner(Vmap() if chosen.reads_store else chosen, key, fit_stack(fit), split, as_schedule(None), False, "")
     runner.round = fit.state.round
     log_p = np.zeros(0) if known is None else np.asarray(known.log_target)[: len(points)]
     if len(log_p) < len(points):

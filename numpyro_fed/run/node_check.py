@@ -55,5 +55,6 @@ def node_check(split: SplitModel, family: Family, marginal: Marginal, posterior:
     def server_step(key: Array, server: Any, shift: Array) -> tuple[Any, dict]:
         return server, {"node_shift": jnp.max(jnp.abs(shift))}
 
-    nothing: Any = None
-    return FederatedAlgorithm(nothing, nothing, broadcast, silo_step, aggregate, server_step)
+    # it begins where the rounds ended: there are no states of its own
+    fresh, fresh_silo = lambda key: (), lambda key, broadcast, data: ()
+    return FederatedAlgorithm(fresh, fresh_silo, broadcast, silo_step, aggregate, server_step)

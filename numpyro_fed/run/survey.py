@@ -50,7 +50,7 @@ class Answer(NamedTuple):
 
 def answer(split: SplitModel, batch_size: int | None, data: SiloData) -> Answer:
     """What one silo tells. Pure: engines run it where the data are."""
-    trace = split.trace_near_zero(data)
+    trace = split.trace_at_zero(data)
     yes, none = jnp.ones((), bool), jnp.zeros((), jnp.int32)
     separable, aligned, joined, room, found = yes, yes, ~yes, none, None
     if split.groups:

@@ -92,6 +92,10 @@ def begun(sent: TargetBroadcast) -> TargetServer:
         return TargetServer(sent, jnp.zeros(num, sent.points.dtype), jnp.zeros(num, jnp.float64))
 
 
+def _begin(sent: TargetBroadcast, left: Left, fresh: Any) -> Begun:
+    return Begun(begun(sent))
+
+
 def exact_marginal(split: SplitModel, survey: Survey, posterior: Posterior) -> Marginal:
     """How locals are integrated out: as exactly as the model allows, whatever the fit itself could afford."""
     found = choose(split, survey)
@@ -119,7 +123,7 @@ def log_target(
         phase = Phase(
             name,
             remembered(make, "target", ByIdentity(split), marginal, size),
-            begin=lambda left, fresh, sent=sent: Begun(begun(sent)),
+            begin=partial(_begin, sent),
             finish=lambda left, server, info: left._replace(server=server),
             cohort=len(runner.stack.names),
             role="check",

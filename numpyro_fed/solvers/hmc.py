@@ -19,7 +19,7 @@ from numpyro.infer.hmc import hmc
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine, stein
 from numpyro_fed.normal.families import LOG_2PI
-from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
+from numpyro_fed.precision import to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
@@ -49,7 +49,6 @@ class HMC(BaseSolver):
     step_size: float | None = None
     stein: bool = True
     name = "hmc"
-    samples_locals = True
     noisy = True
     samples_locals = True
 
@@ -112,7 +111,9 @@ class HMC(BaseSolver):
         def attempt(now: _Drawn) -> _Drawn:
             """In coordinates that do not fit, draws are poor; but they say how to change the coordinates."""
             again = now.tries > 0
-            at = tree_where(again, affine.with_lower_root(affine.compose(now.at, now.mean, _root(now.cov))), now.at)
+            at = tree_where(
+                again, affine.with_lower_root(affine.compose(now.at, now.mean, affine.root_of(now.cov))), now.at
+            )
             frame = factor.refit(to_user_dtype(at.mean), now.frame, newton.LOCAL_STEPS)
             step = jnp.where(again & (now.accepted < POOR), 0.5, 1.0) * now.step
             draws, accepted = self.draw(draw_key, density_in(at, frame), places, step)
@@ -151,7 +152,7 @@ class HMC(BaseSolver):
         # E[log tilted - log normal] over the draws: the log integral, too large by KL(tilted || normal)
         log_mean = jnp.mean(values) + 0.5 * (d + size) + 0.5 * jnp.linalg.slogdet(cov)[1]
         log_mean = log_mean + (0.5 * size * LOG_2PI if size else 0.0)
-        found = affine.with_lower_root(affine.compose(at, mean, _root(cov)))
+        found = affine.with_lower_root(affine.compose(at, mean, affine.root_of(cov)))
         fine = jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(cov)) & (accepted > 0.3)
         local_posterior = None
         if size:
@@ -212,11 +213,6 @@ class NUTS(HMC):
 def _floored(cov: Array) -> Array:
     values, vectors = jnp.linalg.eigh(0.5 * (cov + cov.T))
     return (vectors * jnp.maximum(values, FLOOR)) @ vectors.T
-
-
-@in_x64
-def _root(cov: Array) -> Array:
-    return jnp.linalg.cholesky(0.5 * (cov + cov.T))
 
 
 def _divisor(num: int, most: int = 100) -> int:

@@ -24,7 +24,7 @@ from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.normal.points import enough_points, normal_points, stable_step
-from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
+from numpyro_fed.precision import to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
@@ -85,7 +85,7 @@ class Importance(BaseSolver):
             # few effective points make a covariance that is too small in most directions
             few = jnp.clip(1 - ess / (4.0 * d), 0.0, 1.0)
             cov = (1 - few) * cov + few * jnp.eye(d)
-            found = affine.with_lower_root(affine.compose(at, mean, _root(cov)))
+            found = affine.with_lower_root(affine.compose(at, mean, affine.root_of(cov)))
             value = affine.log_evidence(tilted.family, tilted.q, at, cavity, logsumexp(log_w) - np.log(len(eps)))
             return _Try(found, frame, ess / len(eps), value, carry.tries + 1)
 
@@ -108,8 +108,3 @@ class _Try(NamedTuple):
     ess: Array
     value: Array
     tries: Array
-
-
-@in_x64
-def _root(cov: Array) -> Array:
-    return jnp.linalg.cholesky(0.5 * (cov + cov.T))
