@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+import numpyro_fed as nf
+
 # Tests that share nothing: any worker may take one. Those of other files stay together, and share compiled programs.
 FREE = ("test_split_model", "test_partition", "test_survey", "test_enumeration", "test_bad_inputs")
 
@@ -12,6 +14,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem not in FREE and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+# The check at the end of a run compiles a program of its own; tests that are about it ask for it.
+assert nf.Method.run.__kwdefaults__ is not None
+nf.Method.run.__kwdefaults__["check"] = False
 
 
 @pytest.fixture

@@ -204,16 +204,16 @@ def test_errors_teach(exact: Fit, corrected: Fit, silos: nf.Silos, tmp_path: Pat
 def test_points_are_a_student_t() -> None:
     with jax.enable_x64(True):
         mean, cov = np.array([1.0, -2.0]), np.array([[4.0, 0.6], [0.6, 0.25]])
-        points, log_density = importance.proposal(KEY, mean, cov, 4096)
+        points, log_density = importance.proposal(importance.scrambling(KEY), mean, cov, 4096)
         expected = stats.multivariate_t(mean, 1.1 * cov, df=6).logpdf(points)
     np.testing.assert_allclose(log_density, expected, rtol=1e-10)
     white = np.linalg.solve(np.linalg.cholesky(1.1 * cov), (points - mean).T)
     assert stats.kstest(white[0], stats.t(6).cdf).statistic < 0.005  # of random points: about 0.014
     with jax.enable_x64(True):
-        other = importance.proposal(jax.random.key(5), mean, cov, 4096)[0]
-        assert np.array_equal(importance.proposal(KEY, mean, cov, 4096)[0], points) and not np.array_equal(
-            other, points
-        )
+        other = importance.proposal(importance.scrambling(jax.random.key(5)), mean, cov, 4096)[0]
+        assert np.array_equal(
+            importance.proposal(importance.scrambling(KEY), mean, cov, 4096)[0], points
+        ) and not np.array_equal(other, points)
 
 
 def test_weights_are_smoothed() -> None:
