@@ -1,11 +1,10 @@
 """From the end of a run to a fit."""
 
 import time
-import warnings
 from typing import Any
 
 from numpyro_fed.algorithm import Left, Posterior
-from numpyro_fed.checks import VerdictWarning
+from numpyro_fed.checks import VerdictWarning, warn_user
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import Again, State
 from numpyro_fed.run.prepare import Prepared
@@ -49,9 +48,9 @@ def finished(
     )
     if warn:
         for reason in left.reasons:
-            warnings.warn(reason, VerdictWarning, stacklevel=3)
+            warn_user(reason, VerdictWarning)
     return fit
 
 
 def warn_of(method: Any, what: str) -> None:
-    warnings.warn(f"{type(method).__name__} {what}", stacklevel=3)
+    warn_user(f"{type(method).__name__} {what}")
