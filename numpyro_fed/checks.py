@@ -1,5 +1,7 @@
 """What users hand over to every function, checked, and how silos are named in messages."""
 
+import sys
+import warnings
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -7,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+PACKAGE = __name__.partition(".")[0]
 
 
 def check_key(rng_key: Any) -> Any:
@@ -21,6 +25,14 @@ def check_key(rng_key: Any) -> Any:
 
 class VerdictWarning(UserWarning):
     """The fit itself doubts its posterior; the message says why and what to type."""
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning that points at the user's line: the nearest one outside of this package."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == PACKAGE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def check_count(name: str, value: Any, least: int = 1, optional: bool = False) -> Any:

@@ -190,8 +190,9 @@ def test_integer_features_are_cast() -> None:
 
 
 def test_groups_without_rows_warn() -> None:
-    with pytest.warns(UserWarning, match="1 of 3 groups of 'c' have no rows"):
+    with pytest.warns(UserWarning, match="1 of 3 groups of 'c' have no rows") as told:
         split(["a", "b"], groups=dict(c="n"), c=np.array([0, 2]), n=3, y=normal(0, 2))
+    assert told[0].filename == __file__  # warnings point at the user's line, however deep they are raised
 
 
 # --- models ---------------------------------------------------------------------------------------------------------

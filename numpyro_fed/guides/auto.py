@@ -6,7 +6,6 @@ the start's centre instead, which gives the same family.
 """
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +24,12 @@ from numpyro_fed.guides.traced import (
     param_constraints,
     unconstrained_params,
 )
+from numpyro_fed.memo import remembered
 from numpyro_fed.model.initial import unconstrained
 from numpyro_fed.model.split_model import SplitModel
 
 Array = jax.Array
 DRAWS = 1000  # for mean and covariance of a guide that cannot tell them
-KEPT = 16
 
 
 def check_factory(factory: Any) -> None:
@@ -67,17 +66,10 @@ def globals_model(split: SplitModel) -> Callable[[], Any]:
     return handlers.block(lambda: seeded(**split.spec.kwargs(data)), hide_fn=hidden)
 
 
-_built: "OrderedDict[Any, AutoGuide]" = OrderedDict()
-
-
 def _prototype(factory: Callable, split: SplitModel) -> AutoGuide:
     """The guide with its prototype made, outside of any trace: it remembers arrays."""
-    key = (factory, split.model, tuple(split.global_shapes.items()))
-    if key not in _built:
-        _built[key] = _built_at(factory, split, None)
-        while len(_built) > KEPT:
-            _built.popitem(last=False)
-    return _built[key]
+    make = lambda: _built_at(factory, split, None)
+    return remembered(make, "prototype", factory, split.model, tuple(split.global_shapes.items()))
 
 
 def _built_at(factory: Callable, split: SplitModel, loc: Array | None) -> AutoGuide:

@@ -26,6 +26,7 @@ from numpyro_fed.guides.traced import (
     param_constraints,
     unconstrained_params,
 )
+from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.initial import unconstrained
 from numpyro_fed.model.provenance import dependence
 from numpyro_fed.model.split_model import SplitModel
@@ -80,14 +81,9 @@ class AutoInstance:
         return StructuredNormal(global_guide=_factory(self.guide)).bind(split)
 
 
-_factories: dict[int, Any] = {}
-
-
 def _factory(guide: AutoGuide) -> Callable:
     """One factory for one instance, so that it is built once."""
-    if id(guide) not in _factories:
-        _factories[id(guide)] = rebuilt(guide)
-    return _factories[id(guide)]
+    return remembered(lambda: rebuilt(guide), "factory", ByIdentity(guide))
 
 
 @dataclass(frozen=True)

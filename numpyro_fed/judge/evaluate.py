@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from numpyro_fed.algorithm import Posterior, PyTree
 from numpyro_fed.checks import check_count, check_key
 from numpyro_fed.data.silos import at_silo
 from numpyro_fed.judge.metrics import accuracy, checked, ece
+from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.forward import Call, Request, predicted
 from numpyro_fed.model.layout import user_mask
 from numpyro_fed.model.new_units import used_arguments
@@ -149,15 +149,12 @@ class Told(NamedTuple):
     used: frozenset[str]  # arguments whose values matter: labels too
 
 
-_kept: WeakKeyDictionary[Fit, dict[str, Told]] = WeakKeyDictionary()  # programs are kept as long as their fits
-
-
 def _told(fit: Fit, site: str) -> Told:
-    own = _kept.setdefault(fit, {})
-    if site not in own:
+    def make() -> Told:
         split = _telling_split(fit.split, site)
-        own[site] = Told(_averaged(fit.posterior, split), used_arguments(split))
-    return own[site]
+        return Told(_averaged(fit.posterior, split), used_arguments(split))
+
+    return remembered(make, "classes", ByIdentity(fit.posterior), ByIdentity(fit.split), site)
 
 
 def _averaged(posterior: Posterior, split: SplitModel) -> Callable[..., Array]:

@@ -7,7 +7,6 @@ All data are in one place here: it is the judge of a federated run, not a part o
 """
 
 import time
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ import pandas as pd
 from numpyro.diagnostics import split_gelman_rubin
 from numpyro.distributions import biject_to
 
-from numpyro_fed.checks import check_key
+from numpyro_fed.checks import check_key, warn_user
 from numpyro_fed.data.padding import SiloData, without_padding
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.stack import Stack, stack_of
@@ -182,10 +181,9 @@ def _fixed_theta(split: SplitModel, theta: Mapping[str, Any] | None) -> dict[str
         )
     left = [name for name in split.theta if name not in given]
     if left:
-        warnings.warn(
+        warn_user(
             f"NUTS does not learn {', '.join(left)}: held at the initial value in the model. Pass theta=fit.params to "
-            "judge a fit at the values it learned, or make them sample sites with a prior",
-            stacklevel=3,
+            "judge a fit at the values it learned, or make them sample sites with a prior"
         )
     fixed = dict(split.theta)
     for name in split.theta:
@@ -216,17 +214,15 @@ def _flat(value: np.ndarray) -> np.ndarray:
 
 def _warn(reference: Reference) -> None:
     if reference.divergences:
-        warnings.warn(
+        warn_user(
             f"{reference.divergences} of {reference.diverging.size} draws diverged: the reference may miss part of the "
-            "posterior. Pass target_accept_prob=0.95 or higher, or write the model non-centred",
-            stacklevel=3,
+            "posterior. Pass target_accept_prob=0.95 or higher, or write the model non-centred"
         )
     table = reference.diagnostics()
     mixed = table["r_hat"].dropna()
     if len(mixed) and mixed.max() > R_HAT:
         worst = mixed.idxmax()
-        warnings.warn(
+        warn_user(
             f"the chains disagree about {worst} (r_hat {mixed[worst]:.2f}, n_eff {table['n_eff'][worst]:.0f}): do not "
-            "judge a fit by this reference. Run longer chains (num_warmup=, num_samples=), or look for several modes",
-            stacklevel=3,
+            "judge a fit by this reference. Run longer chains (num_warmup=, num_samples=), or look for several modes"
         )

@@ -238,7 +238,7 @@ class FedPA(Averaging):
         return Drawn(wider(draws), gradients, loss)
 
     def _iterates(self, task: Task, key: Array, w: Array, data: SiloData, number: Array) -> tuple[Array, Array, Array]:
-        """Averages of successive iterates, the loss at the first, and how much wider than they a posterior is."""
+        """Averages of successive iterates, the loss at the first, and the posterior's variance over theirs."""
         begin, num, each = self._walked(task)
         batching = task.batching
         curvature_key, before, after = jax.random.split(key, 3)

@@ -13,7 +13,7 @@ from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.inputs import leaves
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.model.provenance import Dependence
-from numpyro_fed.model.trace import Model, PartitionError, Tracing, abstract, growth, trace_shapes
+from numpyro_fed.model.trace import Model, PartitionError, Tracing, abstract, first_line, growth, trace_shapes
 
 
 class Component(NamedTuple):
@@ -67,23 +67,29 @@ def leading_lengths(silos: Silos) -> dict[str, dict[str, int]]:
     return found
 
 
-def find_components(model: Model, silos: Silos, reference: str, base: Tracing) -> list[Component]:
+def find_components(
+    model: Model, silos: Silos, reference: str, base: Tracing
+) -> tuple[list[Component], dict[str, str]]:
     """The own axes' candidates: sets of arguments with the same lengths in every silo that trace when doubled together.
 
     All arguments whose lengths differ between silos in the same way are taken as one axis, unless that puts it twice
     into a site (two crossed plates of the same sizes); of lengths equal everywhere, the smallest sets that trace.
+
+    Also returned: {argument: why it did not trace when it was last doubled}.
     """
     lengths = leading_lengths(silos)
     kwargs = abstract(silos[reference])
     tried: dict[frozenset[str], Tracing | None] = {}
+    failed: dict[str, str] = {}
 
     def attempt(paths: Iterable[str]) -> Tracing | None:
         key = frozenset(paths)
         if key not in tried:
             try:
                 tried[key] = trace_shapes(model, _double(kwargs, key))
-            except Exception:  # a shape error is an answer: these axes do not grow by themselves
+            except Exception as error:  # a shape error is an answer: these axes do not grow by themselves
                 tried[key] = None
+                failed.update(dict.fromkeys(key, f"{type(error).__name__}: {first_line(error)}"))
         return tried[key]
 
     classes: dict[tuple[int, ...], list[str]] = {}
@@ -101,7 +107,7 @@ def find_components(model: Model, silos: Silos, reference: str, base: Tracing) -
             doubled = attempt(found)
             assert doubled is not None
             components.append(Component(tuple(found), by_silo, doubled))
-    return components
+    return components, failed
 
 
 def _grows_twice(base: Tracing, doubled: Tracing) -> bool:
@@ -201,6 +207,7 @@ def unused_axes(
     axes: list[Axis],
     components: list[Component],
     depends: Dependence,
+    failed: dict[str, str],
 ) -> list[Axis]:
     """Axes for ragged arguments that the model does not use; an argument that it uses must lie along an own axis."""
     placed = {path for axis in axes for path in axis.arguments}
@@ -224,6 +231,7 @@ def unused_axes(
                 f"the rows of {path!r} differ between silos ({two}), but the model cannot be traced with twice as "
                 f"many: does their number have to agree with another argument's ({alike}), or is it written in the "
                 "model? Only arguments that grow together may be ragged."
+                + (f" With twice as many: {failed[path]}" if path in failed else "")
             )
         if f"arg:{path}" in used:
             terms = [

@@ -55,7 +55,7 @@ def partition(
     check_sites(base)
     own = {path for path, _ in leaves(silos.own(reference))}
     depends = dependence(model, silos[reference], own, base.sites)
-    components = find_components(model, silos, reference, base)
+    components, failed = find_components(model, silos, reference, base)
     axes, unclear = own_axes(base, components, silos, depends, local, shared)
     doubled = {axis.name: next(c.doubled for c in components if c.arguments == axis.arguments) for axis in axes}
     sites = _sites(base, axes, doubled, local, shared)
@@ -63,7 +63,7 @@ def partition(
     if unclear:
         raise PartitionError(question(base, unclear[0], Partition(tuple(sites), tuple(axes), plates, silos.num_silos)))
     check_global(sites)
-    axes += unused_axes(silos, sizes, axes, components, depends)
+    axes += unused_axes(silos, sizes, axes, components, depends, failed)
     in_event = {axis for site in sites if site.shape.log_prob is not None for axis in _event_axes(site)}
     any_length = lambda axis: axis.name not in in_event and takes_any_length(model, silos[reference], axis)
     axes = [axis._replace(free=any_length(axis)) for axis in axes]

@@ -234,27 +234,27 @@ def trace_silo(model: Model, silo: str, kwargs: Mapping[str, Any]) -> Tracing:
         raise PartitionError(
             f"{called}: it selects rows by a boolean array, so that their number depends on the data. Keep all rows "
             "and use jnp.where, handlers.mask or obs_mask=, or select them before the silos are made. JAX said: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     except jax.errors.TracerArrayConversionError as error:
         raise PartitionError(
-            f"{called}: it hands an argument to NumPy. Use jax.numpy inside the model. JAX said: {_first_line(error)}"
+            f"{called}: it hands an argument to NumPy. Use jax.numpy inside the model. JAX said: {first_line(error)}"
         ) from error
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
         raise PartitionError(
             f"{called}: it reads the values of an array to decide a shape or a branch. Pass such a number as an int "
-            f"argument (num_counties=...) and use it in numpyro.plate. JAX said: {_first_line(error)}"
+            f"argument (num_counties=...) and use it in numpyro.plate. JAX said: {first_line(error)}"
         ) from error
     except AssertionError as error:
         if "unique names" in str(error):
-            raise PartitionError(f"{called}: {_first_line(error)}. Give every sample site its own name.") from None
+            raise PartitionError(f"{called}: {first_line(error)}. Give every sample site its own name.") from None
         clash = "two plates use the same dim. Give each its own (dim=-1, dim=-2)."
-        raise PartitionError(f"{called}: {_first_line(error) or clash}") from error
+        raise PartitionError(f"{called}: {first_line(error) or clash}") from error
     except Exception as error:
-        raise PartitionError(f"{called}: {_first_line(error)}") from error
+        raise PartitionError(f"{called}: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 

@@ -23,7 +23,7 @@ Array = jax.Array
 
 
 class Sites(NamedTuple):
-    """``prior`` is t_0; ``each`` is stacked over silos (of a tied factorisation: the product of all, see `of`)."""
+    """``prior`` is t_0; ``each`` is stacked over silos (of a tied factorisation: one, the product of all)."""
 
     prior: Natural
     each: Natural

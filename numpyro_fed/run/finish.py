@@ -1,11 +1,10 @@
 """From the end of a run to a fit."""
 
 import time
-import warnings
 from typing import Any
 
 from numpyro_fed.algorithm import Left, Posterior
-from numpyro_fed.checks import VerdictWarning
+from numpyro_fed.checks import VerdictWarning, warn_user
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import Again, State
 from numpyro_fed.results.value import UNASKED
@@ -54,9 +53,9 @@ def finished(
     )
     if warn and fit.verdict.warns:
         told = f"{runner.label}: the verdict is {fit.verdict.status!r}. {' '.join(fit.verdict.reasons)}"
-        warnings.warn(f"{told} (All of it: fit.verdict)", VerdictWarning, stacklevel=3)
+        warn_user(f"{told} (All of it: fit.verdict)", VerdictWarning)
     return fit
 
 
 def warn_of(method: Any, what: str) -> None:
-    warnings.warn(f"{type(method).__name__} {what}", stacklevel=3)
+    warn_user(f"{type(method).__name__} {what}")

@@ -4,7 +4,6 @@ Progress, interruption, the watch for non-finite values, stale broadcasts, byte 
 nowhere else. A phase says what to run (:class:`numpyro_fed.algorithm.Phase`), an engine where.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from tqdm.auto import tqdm
 
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Left, Phase, PyTree
+from numpyro_fed.checks import warn_user
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import Engine, Traffic, traffic
@@ -152,10 +152,9 @@ class Runner:
             return left._replace(interrupted=True)
         found = phase.finish(left, ended.server, ended.info) if not phase.watched or all_finite(ended.server) else None
         if found is None:
-            warnings.warn(
+            warn_user(
                 "what some silo sent in the closing round was not finite, so it was left out: the fit is that of the "
-                f"round before{phase.lacks}",
-                stacklevel=5,
+                f"round before{phase.lacks}"
             )
             return left
         return found
