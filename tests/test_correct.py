@@ -140,8 +140,9 @@ def test_it_goes_through_bytes(wrong: Fit, corrected: Fit) -> None:
         np.testing.assert_allclose(plain.history[name], rows, rtol=1e-9)
     np.testing.assert_allclose(plain.correction.log_weights, corrected.correction.log_weights, atol=1e-8)
     up, down = corrected.history["bytes_up"][-1], corrected.history["bytes_down"][-1]
-    assert 3 * 8 * 2048 < up < 3 * (8 * 2048 + 50)  # its likelihood at the points, and little around it
-    assert 3 * 8 * 2048 * 2 < down < 3 * (8 * (2048 + 1) * 2 + 100)
+    # in eight blocks: its likelihood at the points, and little around it
+    assert 3 * 8 * 2048 < up < 3 * 8 * (8 * 256 + 50)
+    assert 3 * 8 * 2048 * 2 < down < 3 * 8 * (8 * (256 + 1) * 2 + 120)
 
 
 @pytest.mark.usefixtures("x64")

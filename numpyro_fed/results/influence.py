@@ -117,10 +117,11 @@ def add(fit: F, rng_key: Any, silos: Silos, num_rounds: int) -> F:
     places = np.array([everyone.names.index(name) for name in fit.state.names])
     state = state._replace(server=posterior.joined(state.server, fit.state.server, places))
     run = fit.need_again().run
+    first = {"check": False} if num_rounds else {}
     with warnings.catch_warnings():
         if num_rounds:  # what doubts are left is said at the end
             warnings.simplefilter("ignore", VerdictWarning)
-        found = run(key, everyone, 1, schedule=schedules.fixed([silos.names]), init_state=state, check=not num_rounds)
+        found = run(key, everyone, 1, schedule=schedules.fixed([silos.names]), init_state=state, **first)
     if num_rounds:
         on = run(key, everyone, num_rounds, init_state=found.state)
         history = {name: np.concatenate([rows, on.history[name]]) for name, rows in found.history.items()}
