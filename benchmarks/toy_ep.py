@@ -19,8 +19,9 @@ import numpy as np
 from scipy.stats import invwishart
 
 from benchmarks.common import table
-from numpyro_fed.normal.families import DIAGONAL, IDENTITY, Natural, inverse, product, quotient, summed
+from numpyro_fed.normal.families import Family, Natural, inverse, product, quotient, summed
 
+DIAGONAL, IDENTITY = Family("diagonal"), Family("identity")
 FAMILIES = {"diagonal": DIAGONAL, "one variance": IDENTITY, "fixed variance": None}
 SHOWN = (1, 2, 3, 5, 10, 20, 50)
 

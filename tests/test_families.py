@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from numpyro_fed.normal import sites, trust
-from numpyro_fed.normal.families import DIAGONAL, FULL, IDENTITY, Natural, as_family, power, product, quotient
+from numpyro_fed.normal.families import Family, Natural, as_family, power, product, quotient
 from numpyro_fed.precision import to_user_dtype
 
 pytestmark = pytest.mark.usefixtures("strict_ranks")
 
-FAMILIES = {"full": FULL, "diagonal": DIAGONAL, "identity": IDENTITY}
+FULL = Family("full")
+FAMILIES = {kind: Family(kind) for kind in ("full", "diagonal", "identity")}
 
 
 def covariance(d=4, seed=0):

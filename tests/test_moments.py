@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from numpyro_fed.normal import moments
-from numpyro_fed.precision import in_x64
 
 pytestmark = pytest.mark.usefixtures("strict_ranks")
 
@@ -27,19 +26,6 @@ def relative(a, b):
     return np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(b)
 
 
-def direct(theta, draws, rho):
-    """Delta by solving d equations, O(d^3)."""
-    shrunk = moments.shrinkage(draws, rho)
-
-    @in_x64
-    def solved(theta, draws, shrunk):
-        covariance = jnp.cov(draws.T).reshape(theta.shape[0], theta.shape[0])
-        sigma = shrunk.a * (jnp.diag(shrunk.scale**2 * jnp.ones(theta.shape)) + shrunk.c * covariance)
-        return jnp.linalg.solve(sigma, theta - jnp.mean(draws, axis=0))
-
-    return solved(theta, draws, shrunk)
-
-
 def dense(found):
     e, q, directions = (np.asarray(leaf) for leaf in found)
     return np.diag(e) + directions.T @ (q[:, None] * directions)
@@ -49,7 +35,7 @@ def dense(found):
 @pytest.mark.parametrize("num, d", [(2, 1), (3, 7), (40, 7), (100, 2000)])
 def test_the_dynamic_programme_is_the_direct_solve(num, d, rho):
     draws, theta = draws_of(num, d)
-    assert relative(moments.delta(theta, draws, rho), direct(theta, draws, rho)) < 1e-5
+    assert relative(moments.delta(theta, draws, rho), moments.direct(theta, draws, rho)) < 1e-5
 
 
 def test_without_shrinkage_it_is_the_sample_covariance(x64):
@@ -69,7 +55,7 @@ def test_any_time_the_programme_has_the_delta_of_the_draws_so_far(x64):
     for t, draw in enumerate(draws, 1):
         now = moments.add(now, draw, 0.3)
         if t > 1:
-            expected = direct(theta, draws[:t], 0.3)
+            expected = moments.direct(theta, draws[:t], 0.3)
             assert relative(now.delta * (1 + (t - 1) * 0.3), expected) < 1e-12
 
 
@@ -81,7 +67,7 @@ def test_precision_times_the_distance_is_delta(num, d, rho, x64):
     draws, theta = draws_of(num, d)
     shrunk = moments.shrinkage(draws, rho)
     found = dense(moments.precision(draws, shrunk))
-    expected = direct(theta, draws, rho)
+    expected = moments.direct(theta, draws, rho)
     assert relative(found @ np.asarray(theta - jnp.mean(draws, axis=0)), expected) < 1e-6
     top = np.linalg.eigvalsh(found)[-1]
     bound = float(moments.largest(draws, shrunk))
@@ -153,4 +139,4 @@ def test_it_runs_for_many_silos_at_once(x64):
     draws, theta = draws_of(6, 5)
     both = jnp.stack([draws, draws + 1])
     found = jax.jit(jax.vmap(lambda x: moments.delta(theta, x, "oas")))(both)
-    assert relative(found[0], direct(theta, draws, "oas")) < 1e-5
+    assert relative(found[0], moments.direct(theta, draws, "oas")) < 1e-5
