@@ -102,7 +102,7 @@ def test_without_is_the_posterior_of_the_others(fit: nf.Fit, silos: nf.Silos) ->
     doubted = replace(fit, reasons=("silos 'leeds', 'york' say little", "silo 'york' says little", "it still moves"))
     assert doubted.without("leeds").reasons == ("silo 'york' says little", "it still moves")
     # the locals' own states are those that were there
-    for name in ("frame", "kept"):
+    for name in ("frame", "local_posterior"):
         a, b = (getattr(one.state.silo("york")[0], name) for one in (alone, fit))
         assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
     assert alone.sample_local(KEY, 5, silo="york")["b"].shape == (5, SIZES["york"])
