@@ -68,6 +68,7 @@ class CallSpec(NamedTuple):
 
 
 def call_spec(silos: Silos, axes: tuple[Axis, ...]) -> CallSpec:
+    """How to call the model on any of these silos, from shapes, types and ints alone."""
     axis_of = {path: axis.name for axis in axes for path in axis.arguments}
     smallest = min(silos.names, key=lambda name: sum(axis.lengths[name] for axis in axes))
 
@@ -87,6 +88,7 @@ def call_spec(silos: Silos, axes: tuple[Axis, ...]) -> CallSpec:
 
 
 def shared_arrays(silos: Silos) -> tuple[Any, ...]:
+    """The arrays among the shared arguments, on the device, in the order of ``CallSpec.shared``."""
     return tuple(jnp.asarray(leaf) for _, leaf in leaves(silos.shared) if not isinstance(leaf, int))
 
 

@@ -1,4 +1,4 @@
-"""Data that stay apart.
+"""Silos in memory: the model's arguments, each silo's own and those that all share.
 
 A :class:`Silos` holds, under each silo's name, the arguments with which the model would be called there:
 ``model(**silos["york"])``. Nothing is stacked or padded yet; :mod:`numpyro_fed.data.padding` does that once the

@@ -251,7 +251,7 @@ class SiloStore:
 
     @cached_property
     def _expected(self) -> tuple[tuple[str, ...], Any, list[Any]]:
-        """Paths, structure and leaves of a silo like which the others must be."""
+        """Paths, structure and leaves of the example's first silo, which every other must match."""
         example = self.example()
         args = example.own(example.names[0])
         return tuple(path for path, _ in leaves(args)), jax.tree.structure(args), jax.tree.leaves(args)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import logsumexp
+from jaxtyping import Bool, Float
 
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.local import conditional
@@ -39,14 +40,16 @@ class Batch(NamedTuple):
     """How much the rows of a minibatch count (see :mod:`numpyro_fed.local.minibatch`)."""
 
     axis: str
-    factor: Array  # rows of the silo for each row of the batch
-    chosen: Array | None = None  # bool (components,): in long format the others are there, and do not count
+    factor: Float[Array, ""]  # rows of the silo for each row of the batch
+    chosen: Bool[Array, " components"] | None = None  # in long format the others are there, and do not count
 
 
 class BoundGradients(NamedTuple):
-    value: Array
+    """A silo's bound at one draw of the globals, and its gradients."""
+
+    value: Float[Array, ""]
     params: Any  # of the silo's guide; stays in the silo
-    z: Array  # (d,)
+    z: Float[Array, " d"]
     context: Any  # with respect to what the silo was sent of the guide over the globals
     theta: dict[str, Array]
 
@@ -177,7 +180,18 @@ def combined(
     components: Components | None,
     batch: Batch | None,
     power: Array | None,
-) -> Array:
+) -> Float[Array, " components"]:
+    """log p(y, z_L | z_G) - log q(z_L | z_G), added up within each component of rows that meet.
+
+    Where rows do not meet a component is a row, and the last one has the terms of no row; else it is the whole silo.
+
+    Args:
+        terms: {site: log densities of the silo's terms}, padded rows at zero.
+        log_q: {group: (rows,)}, log q of each row's locals.
+        components: which component each row and each term belong to, in long format.
+        batch: how much the rows of a minibatch count.
+        power: of the density, where it is tempered.
+    """
     if power is not None:
         terms = {site: power * term for site, term in terms.items()}
     if weighting.rows == "aligned":
@@ -194,8 +208,13 @@ def combined(
 
 
 def row_weights(
-    split: SplitModel, weighting: Weighting, weight: Array, group: str, data: SiloData, components: Components | None
-) -> Array:
+    split: SplitModel,
+    weighting: Weighting,
+    weight: Float[Array, "draws components"],
+    group: str,
+    data: SiloData,
+    components: Components | None,
+) -> Float[Array, "draws rows"]:
     """Normalised weights (K, rows) of the components that a group's rows belong to."""
     if weighting.rows == "aligned":
         return weight[:, :-1]

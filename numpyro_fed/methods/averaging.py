@@ -61,6 +61,8 @@ class AveragingMessage(NamedTuple):
 
 
 class AveragingServer(NamedTuple):
+    """The point that is averaged, and what its steps need."""
+
     z: Array  # the unconstrained globals
     theta: dict[str, Any]  # the model's params, unconstrained
     opt_state: Any

@@ -154,8 +154,7 @@ class Method:
             )
         check_engine(engine, type(self).__name__, self.stateless, silos, cohort is None, stale)
         size = None if cohort is None else int(np.shape(cohort)[1])
-        random = bool(getattr(schedule, "random", False))
-        return Plan(num_rounds, names, schedules.sweep(schedule, names), size, random, stale)
+        return Plan(num_rounds, names, schedules.sweep(schedule, names), size, schedules.random(schedule), stale)
 
 
 def _again(method: Method, engine: Engine, rng_key: Any, silos: Any, num_rounds: int, **options: Any) -> Fit:

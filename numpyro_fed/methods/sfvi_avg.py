@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpyro.distributions.util import matrix_to_tril_vec, vec_to_tril_matrix
 
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase
 from numpyro_fed.checks import check_count
@@ -243,15 +244,14 @@ def _packed(params: dict[str, Any]) -> dict[str, Any]:
     """Only the lower triangle crosses."""
     if "tril" not in params:
         return params
-    rows, columns = np.tril_indices(params["tril"].shape[0], -1)
-    return {**params, "tril": params["tril"][rows, columns]}
+    return {**params, "tril": matrix_to_tril_vec(params["tril"], diagonal=-1)}
 
 
 def _unpacked(params: dict[str, Any], d: int) -> dict[str, Any]:
+    """The inverse of `_packed`."""
     if "tril" not in params:
         return params
-    rows, columns = np.tril_indices(d, -1)
-    return {**params, "tril": jnp.zeros((d, d), params["tril"].dtype).at[rows, columns].set(params["tril"])}
+    return {**params, "tril": vec_to_tril_matrix(params["tril"], diagonal=-1) if d > 1 else jnp.zeros((d, d))}
 
 
 def _covariance(params: dict[str, Array]) -> Array:

@@ -26,6 +26,8 @@ Array = jax.Array
 
 
 class SFVIServer(NamedTuple):
+    """The guide over the globals, theta, and the server's optimiser."""
+
     params: dict[str, Any]  # of q(z_G), and what all silos share of q(z_L | z_G)
     theta: dict[str, Array]  # in units of theta_base
     base: GlobalBase

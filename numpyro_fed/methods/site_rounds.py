@@ -27,13 +27,15 @@ UNHEARD = 1e30  # how far a silo that was never heard might move the posterior
 
 
 class SitesServer(NamedTuple):
+    """All factors, and how the rounds go. After every round the posterior is the product of ``sites``."""
+
     sites: Sites
     visits: Array  # int (J,): how often each silo was heard
     moving: Array  # (J,): how far the posterior moved, in sds, when each silo was last heard
     values: Array  # (J + 1,): log E_q[f / t] of each silo's factor, as last heard, and of the prior
     step: Array  # how much of a change is accepted
     initial_step: Array  # how much of a silo's first
-    robbins_monro: Array  # bool: steps fall with visits, as solvers' noise asks for
+    robbins_monro: Array  # bool: steps fall as 1 / visits (Robbins and Monro 1951), so that solvers' noise averages out
     backtrack: Array  # bool: steps are shortened when the posterior swings to and fro
     previous_move: Array  # (2 d,): the last round's move of each mean and log sd, in sds
     opt_state: Any

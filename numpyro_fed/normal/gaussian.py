@@ -23,6 +23,8 @@ Array = jax.Array
 
 
 class Normal(NamedTuple):
+    """A normal over the unconstrained globals; :meth:`numpyro_fed.Fit.normal` returns one."""
+
     mean: Float[Array, " d"]
     root: Float[Array, "d d"] | Float[Array, " d"]  # lower triangular, or sds
     factor: Float[Array, "r d"] | None = None

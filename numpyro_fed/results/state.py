@@ -22,6 +22,11 @@ class State(NamedTuple):
     silos: tuple[PyTree, ...]  # over buckets, stacked over the bucket's silos
     round: int
 
+    @property
+    def corrected(self) -> bool:
+        """Whether it is of a corrected fit, whose server holds points and the state before."""
+        return hasattr(self.server, "inner")
+
     def silo(self, name: str) -> tuple[PyTree, int]:
         """One silo's state, and its bucket."""
         if getattr(self.names, "lazy", False) and name in self.names:

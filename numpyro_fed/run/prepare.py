@@ -50,7 +50,7 @@ def prepare(
             "nothing of theirs between rounds: hold the data in memory, nf.Silos"
         )
     stack = stack_of(silos, some, split.spec, split.partition.axes)
-    engine = engine if engine is not None and engine.holds_states else Vmap()
+    engine = Vmap() if engine is None or engine.reads_store else engine  # of a store, its example is in memory
     answers, sent = surveys.take(split, stack, engine, batch_size(split))
     for site, fine in answers.supported.items():
         if not np.all(fine):

@@ -10,7 +10,6 @@ from numpyro_fed.algorithm import FederatedAlgorithm, Left, Phase, Program, PyTr
 from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import Traffic, sent_to
 from numpyro_fed.local.start import LocalStart, WarmStart
-from numpyro_fed.results.correction import Corrected
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import State
 from numpyro_fed.run.runner import Runner
@@ -66,7 +65,7 @@ def _local_start(posterior: Any, warm: WarmStart, state: Any) -> LocalStart | No
 
 
 def _onwards(given: State, states: tuple, method: str, program: Program, runner: Runner) -> Start:
-    if isinstance(given.server, Corrected):
+    if given.corrected:
         raise ValueError(
             f"init_state is of a corrected fit of {given.method}: pass the Fit itself to start from it, or go on from "
             "fit.uncorrected.state"
