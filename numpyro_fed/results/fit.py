@@ -35,7 +35,8 @@ class Fit(Fitted):
         history: ``{name: array}``, one row a round, those of the start included; the survey's bytes are in the first.
         records: what the survey and each phase cost: ``phase``, ``rounds``, ``bytes_up``, ``bytes_down``.
         seconds: wall time of the run, compilation included.
-        reasons: why the posterior is to be doubted, as the run saw it; empty if it saw nothing.
+        verdict: whether the fit is to be trusted (:class:`numpyro_fed.results.verdict.Verdict`).
+        reasons: what of it the rounds themselves showed; empty if they showed nothing.
     """
 
     def normal(self) -> Normal:
