@@ -6,6 +6,7 @@ A method is a frozen dataclass of settings that compiles to a program of phases 
 """
 
 import time
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from numpyro_fed.checks import check_count, check_key
 from numpyro_fed.engines.base import Engine
 from numpyro_fed.engines.choose import check_engine, default_engine
 from numpyro_fed.engines.vmap import Vmap
+from numpyro_fed.model.mixing import meant
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import Model
@@ -114,6 +116,8 @@ class Method:
         prepared = self.prepare(silos, engine)
         if len(silos.names) < self.fewest:
             warn_of(self, "has one silo, so there is nothing to average: nf.SFVI(model) fits it")
+        for site in prepared.survey.around:
+            warnings.warn(meant(site), stacklevel=2)
         split = prepared.split
         program = self.compile(split, prepared.survey, plan)
         name = type(self).__name__

@@ -35,7 +35,8 @@ def partition(
     Args:
         model: a NumPyro model, called as ``model(**silos[name])``.
         silos: the data.
-        local: sample sites or plates that are the silo's own, where the automatic reading is not what you mean.
+        local: sample sites or plates that are the silo's own, where the automatic reading is not what you mean. An
+            observed site may be named, too: that its rows look at all other rows of the silo is then meant.
         shared: sample sites or plates that are one and the same in all silos.
 
     Raises:

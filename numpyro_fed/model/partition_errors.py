@@ -14,9 +14,9 @@ def check_names(base: Tracing, local: tuple[str, ...], shared: tuple[str, ...]) 
     latents = [name for name, site in base.sites.items() if site.kind == "latent"]
     for keyword, names in (("local", local), ("shared", shared)):
         for name in names:
-            if name in latents or name in base.plates:
-                continue
             kind = base.sites[name].kind if name in base.sites else ""
+            if name in latents or name in base.plates or (keyword == "local" and kind in ("observed", "factor")):
+                continue
             what = (
                 f"a {kind} site" if kind in ("deterministic", "param") else f"an {kind} site" if kind else "not there"
             )

@@ -15,6 +15,7 @@ class Survey(NamedTuple):
     joined: bool = True  # rows of several groups meet somewhere
     room: int = 0  # for a minibatch of groups, in long format; -1: an observation belongs to no group
     mixed: str = ""  # an observed site of which a row looks at other rows, so that minibatches are wrong
+    around: tuple[str, ...] = ()  # sites whose rows look at nearly all other rows of their silo
 
     @property
     def total(self) -> float:

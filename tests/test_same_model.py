@@ -1,0 +1,158 @@
+"""The same model as pooled, or a question: what silos would do in silence is asked, noted or refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from models import MODELS
+from tiers import tiers
+
+import numpyro_fed as nf
+from numpyro_fed.data.stack import stack_of
+from numpyro_fed.model import mixing
+from numpyro_fed.model.build import split_model
+from numpyro_fed.run.prepare import prepare
+
+KEY = jax.random.key(0)
+
+
+def three(*columns: str, rows: int = 40, **more: Any) -> nf.Silos:
+    """Three silos of equal size."""
+    rng = np.random.default_rng(0)
+    data = {name: (rng.normal(size=3 * rows) + np.repeat([0, 2, 4], rows)).astype("f") for name in columns}
+    return nf.split(np.repeat(list("abc"), rows), **data, **more)
+
+
+# --- rows that look at all others of their silo -----------------------------------------------------------------------
+
+
+def regression(scaled: Callable[[Any], Any]) -> Callable[..., None]:
+    def model(x, y):
+        b = numpyro.sample("b", dist.Normal(0, 5).expand([2]))
+        s = numpyro.sample("s", dist.Exponential(1.0))
+        with numpyro.plate("n", x.shape[0]):
+            numpyro.sample("y", dist.Normal(b[0] + b[1] * scaled(x), s), obs=y)
+
+    return model
+
+
+def risk_sets(x, y):
+    """Cox's partial likelihood, y the times."""
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    at_risk = y[None, :] >= y[:, None]
+    numpyro.factor("y", b * x - jax.nn.logsumexp(jnp.where(at_risk, b * x, -jnp.inf), axis=1))
+
+
+def process(x, y):
+    """A Gaussian process within a silo."""
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    kernel = scale * jnp.exp(-0.5 * (x[:, None] - x) ** 2) + 1e-3 * jnp.eye(x.shape[0])
+    with numpyro.plate("n", x.shape[0]):
+        e = numpyro.sample("e", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(jnp.linalg.cholesky(kernel) @ e, 1.0), obs=y)
+
+
+def group_level(x, y):
+    """The prior of a local latent, in place of a likelihood."""
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    with numpyro.plate("n", x.shape[0]):
+        level = numpyro.sample("level", dist.Normal(b * (x - x.mean()), 1.0))
+        numpyro.sample("y", dist.Normal(level, 1.0), obs=y)
+
+
+LOOK_AROUND = {
+    "centred": (regression(lambda x: x - x.mean()), "y"),
+    "standardised": (regression(lambda x: (x - x.mean()) / x.std()), "y"),
+    "ranks": (regression(lambda x: jnp.argsort(jnp.argsort(x)) / 40), "y"),
+    "largest": (regression(lambda x: x / x.max()), "y"),
+    "median": (regression(lambda x: x - jnp.median(x)), "y"),
+    "risk sets": (risk_sets, "y"),
+    "process": (process, "y"),
+    "prior of locals": (group_level, "level"),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_AROUND)
+def test_rows_that_look_at_all_others_are_found(name: str) -> None:
+    model, site = LOOK_AROUND[name]
+    silos = three("x", "y")
+    assert prepare(model, silos).survey.around == (site,)
+
+
+def test_what_is_meant_is_not_asked() -> None:
+    model, silos = LOOK_AROUND["standardised"][0], three("x", "y")
+    assert prepare(model, silos, local=("y",)).survey.around == ()
+    assert prepare(model, silos.only("a")).survey.around == ()  # one silo's mean is that of all data
+
+
+def test_rows_that_look_at_all_others_are_found_in_float64(x64: None) -> None:
+    assert prepare(LOOK_AROUND["standardised"][0], three("x", "y", rows=400)).survey.around == ("y",)
+
+
+def test_integers_are_moved_too() -> None:
+    silos = three("y", x=np.random.default_rng(1).integers(0, 9, 120))
+    assert prepare(regression(lambda x: x - x.mean()), silos).survey.around == ("y",)
+
+
+def autoregression(y):
+    a = numpyro.sample("a", dist.Normal(0, 1))
+    before = jnp.concatenate([jnp.zeros(1), y[:-1]])
+    with numpyro.plate("n", y.shape[0]):
+        numpyro.sample("y", dist.Normal(a * before, 1.0), obs=y)
+
+
+def matched_pairs(x, y):
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    difference = (x.reshape(-1, 2) - x.reshape(-1, 2)[:, ::-1]).reshape(-1)
+    with numpyro.plate("n", x.shape[0]):
+        numpyro.sample("y", dist.Normal(b * difference, 1.0), obs=y)
+
+
+NEIGHBOURS = {
+    "no others": regression(lambda x: x),
+    "autoregression": autoregression,
+    "matched pairs": matched_pairs,
+    "households of eight": regression(lambda x: (x.reshape(-1, 8) - x.reshape(-1, 8).mean(1)[:, None]).reshape(-1)),
+}
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+@pytest.mark.filterwarnings("error")
+def test_neighbours_are_not_all_others(name: str) -> None:
+    silos = three("y") if name == "autoregression" else three("x", "y")
+    assert prepare(NEIGHBOURS[name], silos).survey.around == ()
+
+
+FEW = ["glmm", "long format", "crossed own plates of equal sizes", "pairs", "obs_mask", "reshape", "class of silo"]
+
+
+@pytest.mark.parametrize("name", tiers(MODELS, *FEW))
+def test_ordinary_models_do_not_look_around(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixing, "FEWEST", 1)  # their silos are small
+    case = MODELS[name]
+    split = split_model(case.model, case.silos(), **case.options, check=False)
+    stack = stack_of(case.silos(), case.silos(), split.spec, split.partition.axes)
+    for silo in stack.names:
+        found = jax.device_get(mixing.rows_look_around(split, stack.data(silo)))
+        assert 1 not in found.values(), (silo, found)
+
+
+def test_a_run_warns_and_the_table_notes_it(tmp_path: Any) -> None:
+    """Silos of equal size, whose pooled slope is .91: each silo's own mean would give .36."""
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=120) + np.repeat([0, 2, 4], 40)).astype("f")
+    silos = nf.split(np.repeat(list("abc"), 40), x=x, y=(1 + 0.5 * x + rng.normal(size=120)).astype("f"))
+    model = regression(lambda x: (x - x.mean()) / x.std())
+    method = nf.FedAvg(model)
+    with pytest.warns(
+        UserWarning, match=r"'y' depends on the data of nearly all other rows.*standardize.*local=\['y']"
+    ):
+        fit = method.run(KEY, silos, 1, progress_bar=False)
+    assert "note: the log density of a row of site 'y'" in str(fit.partition)
+    assert "note" in fit.partition._repr_html_()
+    assert "note" in str(nf.load(fit.save(tmp_path / "fit"), method).partition)
