@@ -156,3 +156,41 @@ def test_a_run_warns_and_the_table_notes_it(tmp_path: Any) -> None:
     assert "note: the log density of a row of site 'y'" in str(fit.partition)
     assert "note" in fit.partition._repr_html_()
     assert "note" in str(nf.load(fit.save(tmp_path / "fit"), method).partition)
+
+
+# --- one number for all silos, or each its own? -----------------------------------------------------------------------
+
+
+def site_effect(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    theta = numpyro.sample("theta", dist.Normal(mu, tau))
+    with numpyro.plate("n", y.shape[0]):
+        numpyro.sample("y", dist.Normal(theta, 1), obs=y)
+
+
+def test_a_number_with_a_populations_prior_is_asked_about() -> None:
+    silos = three("y")
+    part = nf.partition(site_effect, silos)
+    assert part.global_sites == ("mu", "tau", "theta")
+    (note,) = part.notes
+    for word in ("'theta' is one number", "'mu' and 'tau'", "local=['theta']", "shared=['theta']"):
+        assert word in note
+    assert note in str(part)
+    assert nf.partition(site_effect, silos, local="theta").notes == ()
+    assert nf.partition(site_effect, silos, shared="theta").notes == ()
+    assert nf.partition(site_effect, silos.only("a")).notes == ()
+
+
+def level_of_levels(y):
+    """A hierarchy of globals: each has another global below it, but the last, which has a row for each of its items."""
+    top = numpyro.sample("top", dist.Normal(0, 1))
+    middle = numpyro.sample("middle", dist.Normal(top, 1))
+    items = numpyro.sample("items", dist.Normal(middle, 1).expand([2]))
+    numpyro.sample("y", dist.Normal(items, 1), obs=y)
+
+
+def test_other_globals_are_not_asked_about() -> None:
+    silos = nf.Silos([dict(y=np.ones((n, 2), "f")) for n in (3, 4)])
+    assert nf.partition(level_of_levels, silos).notes == ()
+    assert nf.partition(regression(lambda x: x), three("x", "y")).notes == ()

@@ -72,7 +72,27 @@ def partition(
     check_shapes_between_silos(traces, sites, axes, reference)
     fixed = lambda found: not any(source.startswith(("site:", "param:")) for source in found)
     static = tuple(name for name, found in depends.support.items() if fixed(found))
-    return Partition(tuple(sites), tuple(axes), plates, silos.num_silos, reference, static, local)
+    notes = _hints(sites, depends, shared) if silos.num_silos > 1 else ()
+    return Partition(tuple(sites), tuple(axes), plates, silos.num_silos, reference, static, local, notes)
+
+
+def _hints(sites: list[Site], depends: Dependence, shared: tuple[str, ...]) -> tuple[str, ...]:
+    """A single number with a population's prior that silos alone use: perhaps each silo should have its own."""
+    found = []
+    terms = [site for site in sites if site.name in depends.log_prob]
+    for site in sites:
+        if site.role != "global" or site.shape.value != () or site.name in shared:
+            continue
+        itself = f"site:{site.name}"
+        parents = sorted(s[5:] for s in depends.log_prob[site.name] if s.startswith("site:") and s != itself)
+        users = [one for one in terms if one is not site and itself in depends.log_prob[one.name]]
+        if parents and users and not any(user.at_server for user in users):
+            found.append(
+                f"{site.name!r} is one number for all silos. Its prior depends on {' and '.join(map(repr, parents))}, "
+                f"and the silos' terms alone use it: if each silo has its own, type local=[{site.name!r}]; if one is "
+                f"meant, shared=[{site.name!r}] says so"
+            )
+    return tuple(found)
 
 
 def _event_axes(site: Site) -> set[str]:
