@@ -14,8 +14,11 @@ from tiers import tiers
 
 import numpyro_fed as nf
 from numpyro_fed.data.stack import stack_of
-from numpyro_fed.model import mixing
+from numpyro_fed.engines.vmap import Vmap
+from numpyro_fed.model import indices, mixing
 from numpyro_fed.model.build import split_model
+from numpyro_fed.model.trace import PartitionError
+from numpyro_fed.run import survey
 from numpyro_fed.run.prepare import prepare
 
 KEY = jax.random.key(0)
@@ -128,7 +131,16 @@ def test_neighbours_are_not_all_others(name: str) -> None:
     assert prepare(NEIGHBOURS[name], silos).survey.around == ()
 
 
-FEW = ["glmm", "long format", "crossed own plates of equal sizes", "pairs", "obs_mask", "reshape", "class of silo"]
+FEW = [
+    "glmm",
+    "classes of counties",
+    "long format",
+    "crossed own plates of equal sizes",
+    "pairs",
+    "obs_mask",
+    "reshape",
+    "class of silo",
+]
 
 
 @pytest.mark.parametrize("name", tiers(MODELS, *FEW))
@@ -194,3 +206,169 @@ def test_other_globals_are_not_asked_about() -> None:
     silos = nf.Silos([dict(y=np.ones((n, 2), "f")) for n in (3, 4)])
     assert nf.partition(level_of_levels, silos).notes == ()
     assert nf.partition(regression(lambda x: x), three("x", "y")).notes == ()
+
+
+# --- indices that point beyond their array ----------------------------------------------------------------------------
+
+
+def regions(region, y):
+    """A global for each of three regions."""
+    with numpyro.plate("regions", 3):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+    with numpyro.plate("n", y.shape[0]):
+        numpyro.sample("y", dist.Normal(a[region], 1), obs=y)
+
+
+def counties(county, num, y):
+    """A local for each of the silo's counties; looked up twice."""
+    tau = numpyro.sample("tau", dist.HalfNormal(jnp.ones(2)))
+    with numpyro.plate("counties", num):
+        a = numpyro.sample("a", dist.Normal(0, tau[0]))
+    with numpyro.plate("n", y.shape[0]):
+        numpyro.sample("y", dist.Normal(a[county], tau[1]), obs=y)
+
+
+def levels(uranium, county, y):
+    """A covariate of the silo's counties, no latents."""
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    with numpyro.plate("n", y.shape[0]):
+        numpyro.sample("y", dist.Normal(b * uranium[county], 1), obs=y)
+
+
+def coded(x, y):
+    """A column of codes among others."""
+    a = numpyro.sample("a", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("n", y.shape[0]):
+        numpyro.sample("y", dist.Normal(a[x[:, 1].astype(int)], 1), obs=y)
+
+
+def site_of_silo(site, y):
+    """One number for a whole silo."""
+    a = numpyro.sample("a", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("n", y.shape[0]):
+        numpyro.sample("y", dist.Normal(a[site], 1), obs=y)
+
+
+y = lambda n: np.ones(n, "f")
+i = lambda *values: np.array(values)
+INDEXED: dict[str, tuple[Callable[..., None], dict[str, dict[str, Any]], dict[str, Any], tuple[str, ...]]] = {
+    "one-based": (
+        regions,
+        {"a": dict(region=i(0, 1, 2), y=y(3)), "b": dict(region=i(1, 2), y=y(2))},
+        dict(region=i(3, 1), y=y(2)),
+        ("by region", "row 3", "3 rows (0 to 2", "'a'", "region - 1", "groups=dict(region="),
+    ),
+    "an own plate, padded": (
+        counties,
+        {"a": dict(county=i(0, 1, 4), num=5, y=y(3)), "b": dict(county=i(1, 2), num=3, y=y(2))},
+        dict(county=i(3, 1), num=3, y=y(2)),
+        ("by county", "row 3", "3 rows"),
+    ),
+    "an own array": (
+        levels,
+        {"a": dict(county=i(0, 2), uranium=y(3), y=y(2)), "b": dict(county=i(1, 2, 1), uranium=y(3), y=y(3))},
+        dict(county=i(2, 7), uranium=y(3), y=y(2)),
+        ("by county", "row 7", "'uranium'"),
+    ),
+    "a column of codes": (
+        coded,
+        {"a": dict(x=np.zeros((3, 2), "f"), y=y(3)), "b": dict(x=np.zeros((2, 2), "f"), y=y(2))},
+        dict(x=np.full((2, 2), 5, "f"), y=y(2)),
+        ("by x", "row 5"),
+    ),
+    "a number of the silo": (
+        site_of_silo,
+        {"a": dict(site=np.array(0), y=y(3)), "b": dict(site=np.array(2), y=y(2))},
+        dict(site=np.array(-4), y=y(2)),
+        ("by site", "row -1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_indices_beyond_their_array_are_refused(name: str) -> None:
+    model, good, bad, words = INDEXED[name]
+    assert all(np.all(fine) for fine in answers(model, nf.Silos(good)).in_range.values())
+    with pytest.raises(PartitionError) as error:
+        prepare(model, nf.Silos(good | {"b": bad}))
+    for word in ("silo 'b'", *words):
+        assert word in str(error.value)
+
+
+def answers(model: Callable[..., None], silos: nf.Silos, **options: Any) -> survey.Answer:
+    split = split_model(model, silos, **options, check=False)
+    return survey.take(split, stack_of(silos, silos, split.spec, split.partition.axes), Vmap(), None)[0]
+
+
+LOOKED_UP = {
+    "long format": {"county"},
+    "county covariates": {"county"},
+    "nested plates": {"district"},
+    "crossed own plates": {"teacher", "pupil", "pupil and teacher"},
+    "crossed own plates of equal sizes": {"teacher", "pupil", "pupil and teacher"},
+    "pairs": {"receiver and sender"},
+    "hospital plate": {"hospital"},
+    "classes of counties": {"county"},
+}
+
+
+@pytest.mark.parametrize("name", tiers(MODELS, *FEW))
+def test_indices_of_ordinary_models_are_there(name: str) -> None:
+    case = MODELS[name]
+    split = split_model(case.model, case.silos(), **case.options, check=False)
+    stack = stack_of(case.silos(), case.silos(), split.spec, split.partition.axes)
+    for silo in stack.names:
+        found = indices.in_range(split, stack.data(silo))
+        assert all(bool(fine) for fine in found.values()), (silo, found)
+        assert set(found) == LOOKED_UP.get(name, set())
+
+
+def test_from_the_end_is_meant() -> None:
+    """Python's -1; of an array of the silo's own that is padded it would be a padded row."""
+    silos = {"a": dict(region=i(0, -1, -3), y=y(3)), "b": dict(region=i(1, 2), y=y(2))}
+    assert bool(np.all(answers(regions, nf.Silos(silos)).in_range["region"]))
+    own = {"a": dict(county=i(0, 1, 4), num=5, y=y(3)), "b": dict(county=i(-1, 2), num=3, y=y(2))}
+    with pytest.raises(PartitionError, match="county has negative numbers, which count from the end"):
+        prepare(counties, nf.Silos(own))
+
+
+def clipped(region, y):
+    a = numpyro.sample("a", dist.Normal(0, 1).expand([3]).to_event(1))
+    numpyro.sample("y", dist.Normal(jnp.take(a, region, mode="clip") + a.at[region].get(mode="fill"), 1), obs=y)
+
+
+def test_who_says_what_becomes_of_an_index_is_left_alone() -> None:
+    assert answers(clipped, nf.Silos([dict(region=i(0, 7), y=y(2))])).in_range == {}
+
+
+def test_predictions_refuse_indices_beyond_their_array() -> None:
+    _, good, _, _ = INDEXED["one-based"]
+    fit = nf.FedAvg(regions).run(KEY, nf.Silos(good), 1, progress_bar=False)
+    assert fit.predict(KEY, dict(region=i(0, 2)), num_samples=2)["y"].shape == (2, 2)
+    with pytest.raises(ValueError, match=r"^data: by region the model looks up row 3 of an array of 3 rows"):
+        fit.predict(KEY, dict(region=i(1, 3)), num_samples=2)
+
+
+# --- groups that are renumbered within each silo ----------------------------------------------------------------------
+
+
+def test_a_renumbered_index_of_a_plate_sized_in_the_model_is_refused() -> None:
+    """Region 2 is b's first, and would be region 0 of all silos."""
+    cut = lambda **groups: nf.split(list("aab"), groups=groups, region=i(0, 1, 2), y=y(3))
+    assert nf.partition(regions, cut()).global_sites == ("a",)
+    with pytest.raises(PartitionError) as error:
+        nf.partition(regions, cut(region=None))
+    for word in ("region", "renumbered from 0 within each silo", "'a'", "groups=dict(region='num_region')", "leave"):
+        assert word in str(error.value)
+    assert nf.partition(regions, cut(region=None).only("a")).global_sites == ("a",)  # one silo's numbers are its own
+
+
+def test_a_renumbered_index_of_the_silos_own_rows_is_fine() -> None:
+    silos = nf.split(list("aab"), groups=dict(county="num"), county=i(0, 1, 2), num=3, y=y(3))
+    assert nf.partition(counties, silos).local_sites == ("a",)
+    with pytest.raises(PartitionError, match="renumbered"):
+        nf.partition(
+            counties, nf.split(list("ab"), groups=dict(county="num"), county=i(0, 1), num=2, y=y(2)), shared="a"
+        )
+    own = nf.split(list("aabb"), groups=dict(county=None), county=i(0, 1, 2, 3), uranium=y(4), y=y(4))
+    assert nf.partition(levels, own).global_sites == ("b",)

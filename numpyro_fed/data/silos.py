@@ -65,6 +65,7 @@ class Silos(Mapping[str, dict[str, Any]]):
         self.shared: dict[str, Any] = checked_arguments(None, dict(shared or {}))
         self._data = {name: checked_arguments(name, args) for name, args in named.items()}
         self.own_counts: frozenset[str] = frozenset()  # int arguments known to count a silo's own groups (see `split`)
+        self.renumbered: frozenset[str] = frozenset()  # indices that count a silo's own groups from 0 (see `split`)
         for name, args in self._data.items():
             both = sorted(set(args) & set(self.shared))
             if both:
@@ -89,7 +90,7 @@ class Silos(Mapping[str, dict[str, Any]]):
     def only(self, *names: str) -> "Silos":
         """Some of the silos, by name."""
         some = object.__new__(Silos)  # the arguments have been checked
-        some.shared, some.own_counts = self.shared, self.own_counts
+        some.shared, some.own_counts, some.renumbered = self.shared, self.own_counts, self.renumbered
         some._data = {name: self.own(name) for name in names}
         return some
 

@@ -25,7 +25,8 @@ def split(
         groups: ``{index argument: count argument}``. Each named index (``county_idx``) is renumbered from 0 within
             its silo; its count (``num_counties``) becomes the silo's own number of groups, and arrays with one row per
             group follow (``dict(county_idx="uranium")``: one of these may stand for the count). Every group must lie in
-            one silo. The count may be None when the model takes none.
+            one silo. The count may be None when the model takes none, as where arrays with a row per group tell it; a
+            plate whose size is written in the model is the same in all silos, and is refused.
         shared: arguments that are the same in every silo.
         arguments: arrays with one row per label are cut; ints and scalars that are not counts are shared.
 
@@ -93,7 +94,7 @@ def split(
             own[name][argument] = jax.tree.map(lambda leaf, rows=cut[name]: np.asarray(leaf)[rows], value)
 
     silos = Silos(own, shared=common)
-    silos.own_counts = frozenset(counts)
+    silos.own_counts, silos.renumbered = frozenset(counts), frozenset(groups)
     return silos
 
 

@@ -13,17 +13,19 @@ from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.inputs import leaves
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.model.axes import find_components, leading_lengths, own_axes, takes_any_length, unused_axes
+from numpyro_fed.model.lookups import lookups
 from numpyro_fed.model.partition_errors import (
     check_crossed,
     check_global,
     check_names,
+    check_renumbered,
     check_shapes_between_silos,
     check_sites,
     check_state,
     question,
 )
 from numpyro_fed.model.partition_table import Partition, Site
-from numpyro_fed.model.provenance import Dependence, dependence
+from numpyro_fed.model.provenance import Dependence, by_input, dependence
 from numpyro_fed.model.trace import Model, PartitionError, Tracing, growth, trace_silo
 
 
@@ -72,6 +74,9 @@ def partition(
     check_shapes_between_silos(traces, sites, axes, reference)
     fixed = lambda found: not any(source.startswith(("site:", "param:")) for source in found)
     static = tuple(name for name, found in depends.support.items() if fixed(found))
+    if silos.renumbered and silos.num_silos > 1:
+        looked_up = lookups(*by_input(model, silos[reference], own, base.sites))
+        check_renumbered(looked_up, silos.renumbered, sites)
     notes = _hints(sites, depends, shared) if silos.num_silos > 1 else ()
     return Partition(tuple(sites), tuple(axes), plates, silos.num_silos, reference, static, local, notes)
 

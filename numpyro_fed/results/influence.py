@@ -170,6 +170,7 @@ def _joined(old: Silos, new: Silos) -> Silos:
         warnings.simplefilter("ignore", UserWarning)
         everyone = Silos({name: part.own(name) for part in (old, new) for name in part}, shared=old.shared)
     everyone.own_counts = old.own_counts | new.own_counts
+    everyone.renumbered = old.renumbered | new.renumbered
     return everyone
 
 

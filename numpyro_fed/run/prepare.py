@@ -13,6 +13,7 @@ from numpyro_fed.engines.base import Engine, Traffic
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.memo import remembered
 from numpyro_fed.model.build import certified
+from numpyro_fed.model.indices import beyond
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.support import outside
 from numpyro_fed.model.survey import Survey
@@ -54,11 +55,13 @@ def prepare(
     stack = stack_of(silos, some, split.spec, split.partition.axes)
     engine = engine if engine is not None and engine.holds_states else Vmap()
     answers, sent = surveys.take(split, stack, engine, batch_size(split))
-    for site, fine in answers.supported.items():
-        if not np.all(fine):
-            silo = stack.example.names[int(np.argmin(fine))]
-            with at_silo(silo):
-                raise PartitionError(outside(split, some, silo, site))
+    asked = stack.example.names
+    for told, message in ((answers.supported, outside), (answers.in_range, beyond)):
+        for what, fine in told.items():
+            if not np.all(fine):
+                silo = asked[int(np.argmin(fine))]
+                with at_silo(silo):
+                    raise PartitionError(message(split, some, silo, what))
     if failed is not None:
         raise failed
     return Prepared(split, surveys.combined(split, answers, stack), stack, sent)
@@ -80,4 +83,4 @@ def signature(silos: Silos) -> Any:
         (path, leaf) if isinstance(leaf, int) else (path, leaf.shape, str(leaf.dtype), leaf.tobytes())
         for path, leaf in leaves(silos.shared)
     )
-    return own, shared, silos.own_counts, str(jnp.zeros(()).dtype)
+    return own, shared, silos.own_counts, silos.renumbered, str(jnp.zeros(()).dtype)
