@@ -1,5 +1,6 @@
 """What users hand over to every function, checked, and how silos are named in messages."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,14 @@ def check_key(rng_key: Any) -> Any:
         return jax.random.wrap_key_data(jnp.asarray(rng_key))
     got = "nothing" if rng_key is None else f"a {type(rng_key).__name__}"
     raise TypeError(f"rng_key must be a JAX key, got {got}: pass jax.random.key(0)")
+
+
+def users_line() -> int:
+    """The ``stacklevel`` with which the caller's warning is shown where the user called the package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == __package__:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class VerdictWarning(UserWarning):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import pandas as pd
 import pytest
 from models import MODELS
 from tiers import tiers
@@ -161,10 +162,10 @@ def test_a_run_warns_and_the_table_notes_it(tmp_path: Any) -> None:
     silos = nf.split(np.repeat(list("abc"), 40), x=x, y=(1 + 0.5 * x + rng.normal(size=120)).astype("f"))
     model = regression(lambda x: (x - x.mean()) / x.std())
     method = nf.FedAvg(model)
-    with pytest.warns(
-        UserWarning, match=r"'y' depends on the data of nearly all other rows.*standardize.*local=\['y']"
-    ):
+    words = r"'y' depends on the data of nearly all other rows.*standardize.*local=\['y']"
+    with pytest.warns(UserWarning, match=words) as found:
         fit = method.run(KEY, silos, 1, progress_bar=False)
+    assert found[0].filename == __file__
     assert "note: the log density of a row of site 'y'" in str(fit.partition)
     assert "note" in fit.partition._repr_html_()
     assert "note" in str(nf.load(fit.save(tmp_path / "fit"), method).partition)
@@ -372,3 +373,49 @@ def test_a_renumbered_index_of_the_silos_own_rows_is_fine() -> None:
         )
     own = nf.split(list("aabb"), groups=dict(county=None), county=i(0, 1, 2, 3), uranium=y(4), y=y(4))
     assert nf.partition(levels, own).global_sites == ("b",)
+
+
+# --- numbers and rows that would become others ------------------------------------------------------------------------
+
+
+def test_integers_beyond_32_bits_are_refused() -> None:
+    silos = lambda a, b: nf.Silos({"a": dict(a=i(1, 2), b=i(3)), "b": dict(a=a, b=b)})
+    silos(i(2**31 - 1, 0), i(-(2**31)))
+    with pytest.raises(ValueError) as error:
+        silos(i(0, 2**31), i(-(2**40)))
+    for word in ("silo 'b'", "'a' has 2147483648", "'b' has -1099511627776", "enable_x64()"):
+        assert word in str(error.value)
+    with pytest.raises(ValueError, match="shared argument 'a' has 4294967296"):
+        nf.Silos([dict(y=y(2))], shared=dict(a=np.array([2**32], np.uint64)))
+    nf.Silos([dict(y=y(2))], shared=dict(a=np.array([2**32 - 1], np.uint32)))  # JAX has these
+    with pytest.raises(ValueError, match="beyond 32 bits"):
+        nf.split(["a", "b"], y=y(2), person=i(1, 10**10))
+
+
+def test_integers_beyond_32_bits_are_fine_in_float64(x64: None) -> None:
+    silos = nf.Silos([dict(a=i(1, 10**10))])
+    assert silos["0"]["a"].dtype == np.int64
+
+
+def test_float64_is_said_once_for_all_columns() -> None:
+    columns = dict(a=np.ones(4), b=np.ones(4), c=np.ones((4, 2)))
+    with pytest.warns(UserWarning) as found:
+        nf.split(list("aabb"), **columns)
+    (told,) = found
+    assert "a, b, c are float64" in str(told.message)
+    assert told.filename == __file__
+
+
+def test_pandas_rows_that_do_not_belong_together_are_refused() -> None:
+    frame = pd.DataFrame(dict(hospital=list("aabb"), x=y(4), y=y(4)), index=[3, 5, 8, 9])
+    assert nf.split(frame.hospital, x=frame.x, y=frame.y, z=y(4)).num_silos == 2
+    sorted_ = frame.y.sort_index(ascending=False)
+    words = r"'x' and 'y' .* 4 rows whose indices differ, first in row 0 \(3 and 9\).*y.loc\[x.index].*y.to_numpy\(\)"
+    with pytest.raises(ValueError, match=words):
+        nf.split(frame.hospital.to_numpy(), x=frame.x, y=sorted_)
+    with pytest.raises(ValueError, match="'labels' and 'y'"):
+        nf.split(frame.hospital, y=sorted_)
+    with pytest.raises(ValueError, match="silo 'leeds': 'x' and 'y'"):
+        nf.Silos({"leeds": dict(x=frame.x, y=sorted_)})
+    group_level = pd.Series(y(2), index=["n", "s"])  # other rows have another index
+    nf.Silos([dict(x=frame[["x", "y"]], y=frame.y, u=group_level)])

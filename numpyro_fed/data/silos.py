@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from numpyro_fed.checks import users_line
 from numpyro_fed.data.inputs import check_alike, checked_arguments, describe, leaves, named_arguments
 
 LARGE = 1e8  # float32 keeps 7 digits: above this, differences of order one are lost
@@ -129,11 +130,11 @@ def _warn_once_about_numbers(silos: Silos) -> None:
         warnings.warn(
             f"{', '.join(sorted(doubles))} are float64 and will be computed in float32: call numpyro.enable_x64() "
             "first, or pass float32",
-            stacklevel=3,
+            stacklevel=users_line(),
         )
     if large:
         warnings.warn(
             f"{', '.join(sorted(large))} have values above {LARGE:.0e}, where float32 loses differences of order one: "
             "standardise them",
-            stacklevel=3,
+            stacklevel=users_line(),
         )

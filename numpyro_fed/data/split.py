@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from numpyro_fed.data.inputs import listed
+from numpyro_fed.data.inputs import check_indices_agree, listed
 from numpyro_fed.data.silos import Silos
 
 
@@ -36,6 +36,7 @@ def split(
     >>> silos["a"]["county"].tolist(), silos["a"]["num"], silos["b"]["num"]
     ([0, 1], 2, 1)
     """
+    check_indices_agree({"labels": labels, **arguments})
     members = _rows_by_label(labels)
     names = list(members)
     groups = dict(groups or {})

@@ -16,7 +16,7 @@ import numpy as np
 
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Left, Plan, Posterior, Program
-from numpyro_fed.checks import check_count, check_key
+from numpyro_fed.checks import check_count, check_key, users_line
 from numpyro_fed.engines.base import Engine
 from numpyro_fed.engines.choose import check_engine, default_engine
 from numpyro_fed.engines.vmap import Vmap
@@ -117,7 +117,7 @@ class Method:
         if len(silos.names) < self.fewest:
             warn_of(self, "has one silo, so there is nothing to average: nf.SFVI(model) fits it")
         for site in prepared.survey.around:
-            warnings.warn(meant(site), stacklevel=2)
+            warnings.warn(meant(site), stacklevel=users_line())
         split = prepared.split
         program = self.compile(split, prepared.survey, plan)
         name = type(self).__name__
