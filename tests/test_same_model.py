@@ -16,7 +16,7 @@ from tiers import tiers
 import numpyro_fed as nf
 from numpyro_fed.data.stack import stack_of
 from numpyro_fed.engines.vmap import Vmap
-from numpyro_fed.model import indices, mixing
+from numpyro_fed.model import fingerprint, indices, mixing
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.run import survey
@@ -419,3 +419,56 @@ def test_pandas_rows_that_do_not_belong_together_are_refused() -> None:
         nf.Silos({"leeds": dict(x=frame.x, y=sorted_)})
     group_level = pd.Series(y(2), index=["n", "s"])  # other rows have another index
     nf.Silos([dict(x=frame[["x", "y"]], y=frame.y, u=group_level)])
+
+
+# --- a file of another prior ------------------------------------------------------------------------------------------
+
+
+def with_priors(mean: float = 0.0, sd: float = 1000.0, scale: float = 1.0, start: float = 1.0) -> Callable[..., None]:
+    def model(y):
+        width = numpyro.param("width", start, constraint=dist.constraints.positive)
+        mu = numpyro.sample("mu", dist.Normal(mean, sd))
+        tau = numpyro.sample("tau", dist.HalfNormal(scale * width))
+        w = numpyro.sample("w", dist.Normal(0, tau).expand([3]).to_event(1))
+        with numpyro.plate("n", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu + w.sum(), 1), obs=y)
+
+    return model
+
+
+def of(model: Callable[..., None]) -> fingerprint.Fingerprint:
+    return fingerprint.fingerprint(split_model(model, nf.Silos([dict(y=y(3)), dict(y=y(2))]), check=False))
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_priors_are_told_apart(precision: str) -> None:
+    with jax.enable_x64(precision == "float64"):
+        first = of(with_priors())
+        assert fingerprint.differing(first, of(with_priors())) is None
+        assert fingerprint.differing(first, of(with_priors(start=2.0))) is None  # theta's start is no prior
+        assert fingerprint.differing(first, of(with_priors(mean=1.0))) == "mu"  # log densities differ by 1e-6
+        assert fingerprint.differing(first, of(with_priors(sd=900.0))) == "mu"
+        assert fingerprint.differing(first, of(with_priors(scale=1.1))) == "tau"
+
+
+def test_rounding_is_no_other_prior() -> None:
+    single = of(with_priors())
+    with jax.enable_x64(True):
+        double = of(with_priors())
+    assert fingerprint.differing(single, double) is None
+    assert any(np.any(single["gradient"][name] != double["gradient"][name]) for name in single["gradient"])
+
+
+def test_a_file_of_another_prior_is_refused(tmp_path: Any) -> None:
+    silos = nf.Silos(INDEXED["one-based"][1])
+
+    def wider(region, y):
+        with numpyro.plate("regions", 3):
+            a = numpyro.sample("a", dist.Normal(0, 2))
+        with numpyro.plate("n", y.shape[0]):
+            numpyro.sample("y", dist.Normal(a[region], 1), obs=y)
+
+    path = nf.FedAvg(regions).run(KEY, silos, 1, progress_bar=False).save(tmp_path / "fit")
+    assert nf.load(path, nf.FedAvg(regions)).state.round == 1
+    with pytest.raises(ValueError, match=r"another model: the prior of site 'a' is another one .*fitted again"):
+        nf.load(path, nf.FedAvg(wider))
