@@ -511,7 +511,7 @@ BAD_MODELS: dict[str, Bad] = {
     ),
     "31 local=": bad(plain, ragged, "local= names 'b'", "not there", "mu", "rows", local=["b"]),
     "31 shared=": bad(plain, ragged, "shared= names 'b'", "not there", "mu", "rows", shared="b"),
-    "31 local= of an observed site": bad(plain, ragged, "'y'", "an observed site", "mu", local=["y"]),
+    "31 shared= of an observed site": bad(plain, ragged, "'y'", "an observed site", "mu", shared=["y"]),
     "31 both": bad(plain, ragged, "'mu'", "local=", "shared=", "keep one", local=["mu"], shared=["mu"]),
     "31 shared= of a ragged plate": bad(
         plain, ragged, "'rows'", "differs between silos", "s0 4", "s1 2", shared=["rows"]

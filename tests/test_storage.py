@@ -170,6 +170,7 @@ def test_files_that_are_not_ours(path: Path, method: SFVI, tmp_path: Path) -> No
     header = json.loads(arrays[HEADER].tobytes())
     for change, message in (
         ({"version": 4}, "format version 4, this numpyro_fed reads version 3: upgrade"),
+        ({"version": 2}, "format version 2, this numpyro_fed reads version 3: fit and save it again"),
         ({"format": "else"}, "its format is 'else'"),
     ):
         arrays[HEADER] = np.frombuffer(json.dumps(header | change).encode(), np.uint8)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pandas as pd
 from jax.tree_util import keystr, tree_flatten_with_path
 
 
@@ -80,13 +81,49 @@ def checked_arguments(silo: str | None, args: Mapping[str, Any]) -> dict[str, An
     for argument in args:
         if not isinstance(argument, str):
             raise TypeError(f"{where} {argument!r}: arguments are named by strings")
+    check_indices_agree(args, "" if silo is None else f"silo {silo!r}: ")
     plain = {key: listed(value, f"{where} {key!r}") for key, value in args.items()}
     checked = jax.tree_util.tree_map_with_path(lambda path, leaf: _checked_leaf(where, _path(path), leaf), plain)
+    _check_integers_fit(where, checked)
     if silo is not None:
         for path, leaf in leaves(checked):
             if not isinstance(leaf, int) and leaf.ndim and leaf.shape[0] == 0:
                 raise ValueError(f"{where} {path!r} has 0 rows: remove silo {silo!r}, or give it rows")
     return checked
+
+
+def _check_integers_fit(where: str, args: Mapping[str, Any]) -> None:
+    """Without x64 JAX computes in 32 bits: larger integers would become others, in silence."""
+    wide = {}
+    for path, leaf in leaves(args):
+        if isinstance(leaf, int) or leaf.dtype.kind not in "iu" or not leaf.size:
+            continue
+        limits = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+        far = [int(number) for number in (np.min(leaf), np.max(leaf)) if not limits.min <= number <= limits.max]
+        if far:
+            wide[path] = far[0]
+    if wide:
+        told = ", ".join(f"{path!r} has {number}" for path, number in wide.items())
+        raise ValueError(
+            f"{where} {told}: beyond 32 bits, so that JAX would take another number. Call numpyro.enable_x64() first, "
+            "or renumber (codes of categories: np.unique(..., return_inverse=True)[1])"
+        )
+
+
+def check_indices_agree(args: Mapping[str, Any], where: str = "") -> None:
+    """Rows of pandas objects are taken by position: where their indices differ, rows of different units would meet."""
+    first: dict[int, tuple[str, Any]] = {}
+    for path, leaf in leaves(args):
+        if not isinstance(leaf, pd.Series | pd.DataFrame):
+            continue
+        before, other = first.setdefault(len(leaf), (path, leaf))
+        if not leaf.index.equals(other.index):
+            row = int(np.argmax([a != b for a, b in zip(other.index, leaf.index, strict=True)]))
+            raise ValueError(
+                f"{where}{before!r} and {path!r} are pandas objects of {len(leaf)} rows whose indices differ, first in "
+                f"row {row} ({other.index[row]} and {leaf.index[row]}): which rows belong together? By index: "
+                f"{path} = {path}.loc[{before}.index]. By position: pass {path}.to_numpy()"
+            )
 
 
 def listed(value: Any, where: str = "argument") -> Any:

@@ -10,7 +10,6 @@ partition has told which axes belong to the silos.
 (('leeds', 'york'), 2, (2,))
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from numpyro_fed.checks import warn_user
 from numpyro_fed.data.inputs import check_alike, checked_arguments, describe, leaves, named_arguments
 
 LARGE = 1e8  # float32 keeps 7 digits: above this, differences of order one are lost
@@ -68,6 +68,7 @@ class Silos(Mapping[str, dict[str, Any]]):
         self.shared: dict[str, Any] = checked_arguments(None, dict(shared or {}))
         self._data = {name: checked_arguments(name, args) for name, args in named.items()}
         self.own_counts: frozenset[str] = frozenset()  # int arguments known to count a silo's own groups (see `split`)
+        self.renumbered: frozenset[str] = frozenset()  # indices that count a silo's own groups from 0 (see `split`)
         _check_apart(self._data, self.shared)
         check_alike(self._data)
         _warn_once_about_numbers(self)
@@ -119,6 +120,7 @@ class Silos(Mapping[str, dict[str, Any]]):
         """Silos of arguments that have been checked."""
         silos = object.__new__(Silos)
         silos.shared, silos.own_counts, silos._data = shared, self.own_counts, data
+        silos.renumbered = self.renumbered
         return silos
 
     def joined(self, others: "Silos") -> "Silos":
@@ -126,6 +128,7 @@ class Silos(Mapping[str, dict[str, Any]]):
         check_alike({**self._data, **others._data})
         everyone = object.__new__(Silos)
         everyone.shared, everyone.own_counts = self.shared, self.own_counts | others.own_counts
+        everyone.renumbered = self.renumbered | others.renumbered
         everyone._data = {**self._data, **others._data}
         return everyone
 
@@ -168,14 +171,12 @@ def _warn_once_about_numbers(silos: Silos) -> None:
             if leaf.size and np.max(np.abs(leaf)) > LARGE:
                 large.add(path)
     if doubles and not jax.config.read("jax_enable_x64"):
-        warnings.warn(
+        warn_user(
             f"{', '.join(sorted(doubles))} are float64 and will be computed in float32: call numpyro.enable_x64() "
             "first, or pass float32",
-            stacklevel=3,
         )
     if large:
-        warnings.warn(
+        warn_user(
             f"{', '.join(sorted(large))} have values above {LARGE:.0e}, where float32 loses differences of order one: "
             "standardise them (nf.prepare.standardize)",
-            stacklevel=3,
         )

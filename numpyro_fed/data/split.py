@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from numpyro_fed.checks import warn_user
-from numpyro_fed.data.inputs import listed
+from numpyro_fed.data.inputs import check_indices_agree, listed
 from numpyro_fed.data.silos import Silos
 
 
@@ -25,7 +25,8 @@ def split(
         groups: ``{index argument: count argument}``. Each named index (``county_idx``) is renumbered from 0 within
             its silo; its count (``num_counties``) becomes the silo's own number of groups, and arrays with one row per
             group follow (``dict(county_idx="uranium")``: one of these may stand for the count). Every group must lie in
-            one silo. The count may be None when the model takes none.
+            one silo. The count may be None when the model takes none, as where arrays with a row per group tell it; a
+            plate whose size is written in the model is the same in all silos, and is refused.
         shared: arguments that are the same in every silo.
         arguments: arrays with one row per label are cut; ints and scalars that are not counts are shared.
 
@@ -35,6 +36,7 @@ def split(
     >>> silos["a"]["county"].tolist(), silos["a"]["num"], silos["b"]["num"]
     ([0, 1], 2, 1)
     """
+    check_indices_agree({"labels": labels, **arguments})
     members = _rows_by_label(labels)
     names = list(members)
     groups = dict(groups or {})
@@ -93,7 +95,7 @@ def split(
             own[name][argument] = jax.tree.map(lambda leaf, rows=cut[name]: np.asarray(leaf)[rows], value)
 
     silos = Silos(own, shared=common)
-    silos.own_counts = frozenset(counts)
+    silos.own_counts, silos.renumbered = frozenset(counts), frozenset(groups)
     return silos
 
 

@@ -16,11 +16,12 @@ from tqdm.auto import tqdm
 
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Left, Plan, Posterior, Program
-from numpyro_fed.checks import check_count, check_key
+from numpyro_fed.checks import check_count, check_key, warn_user
 from numpyro_fed.engines.base import Engine
 from numpyro_fed.engines.choose import check_engine, default_engine
 from numpyro_fed.engines.stale import current
 from numpyro_fed.engines.vmap import Vmap
+from numpyro_fed.model.mixing import meant
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import Model
@@ -121,6 +122,8 @@ class Method:
         prepared = self.prepare(silos, engine)
         if len(silos.names) < self.fewest:
             warn_of(self, "has one silo, so there is nothing to average: nf.SFVI(model) fits it")
+        for site in prepared.survey.around:
+            warn_user(meant(site))
         split = prepared.split
         program = self.compile(split, prepared.survey, plan)
         name = type(self).__name__

@@ -156,7 +156,8 @@ def _explain(
         return seen + (
             f"site {mixed[0]!r} mixes rows of the silo ({', '.join(a.name for a in split.partition.axes)}): with "
             "padded rows its log density changes. Give one log density per row, computed from that row; what needs all "
-            "rows (a mean, a number of rows) compute beforehand and pass as an argument."
+            "rows (a mean, a number of rows) compute beforehand and pass as an argument; with the mean and standard "
+            "deviation of all silos: nf.prepare.standardize(silos, ['x'])."
         )
     for found, expected in _by_site(split, z, full, cut, plain, padded) if split.enumeration.variables else ():
         wrong = [site for site in found if not _close(float(found[site]), float(expected[site]))]

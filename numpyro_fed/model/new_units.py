@@ -12,6 +12,7 @@ from numpyro_fed.data.inputs import leaves
 from numpyro_fed.data.padding import Leaf
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.model.forward import forward, unit_axes
+from numpyro_fed.model.indices import check_call
 from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import trace_silo
@@ -89,6 +90,7 @@ def arguments(
         name: given.get(name, value) for name, value in shared.items()
     }
     trace_silo(split.model, where, kwargs)
+    check_call(split, kwargs)
     return kwargs, _lengths(specs, kwargs)
 
 

@@ -13,17 +13,19 @@ from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.inputs import leaves
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.model.axes import find_components, leading_lengths, own_axes, takes_any_length, unused_axes
+from numpyro_fed.model.lookups import lookups
 from numpyro_fed.model.partition_errors import (
     check_crossed,
     check_global,
     check_names,
+    check_renumbered,
     check_shapes_between_silos,
     check_sites,
     check_state,
     question,
 )
 from numpyro_fed.model.partition_table import Partition, Site
-from numpyro_fed.model.provenance import Dependence, dependence
+from numpyro_fed.model.provenance import Dependence, by_input, dependence
 from numpyro_fed.model.trace import Model, PartitionError, Tracing, growth, trace_silo
 
 
@@ -35,7 +37,8 @@ def partition(
     Args:
         model: a NumPyro model, called as ``model(**silos[name])``.
         silos: the data.
-        local: sample sites or plates that are the silo's own, where the automatic reading is not what you mean.
+        local: sample sites or plates that are the silo's own, where the automatic reading is not what you mean. An
+            observed site may be named, too: that its rows look at all other rows of the silo is then meant.
         shared: sample sites or plates that are one and the same in all silos.
 
     Raises:
@@ -71,7 +74,30 @@ def partition(
     check_shapes_between_silos(traces, sites, axes, reference)
     fixed = lambda found: not any(source.startswith(("site:", "param:")) for source in found)
     static = tuple(name for name, found in depends.support.items() if fixed(found))
-    return Partition(tuple(sites), tuple(axes), plates, silos.num_silos, reference, static)
+    if silos.renumbered and silos.num_silos > 1:
+        looked_up = lookups(*by_input(model, silos[reference], own, base.sites))
+        check_renumbered(looked_up, silos.renumbered, sites)
+    notes = _hints(sites, depends, shared) if silos.num_silos > 1 else ()
+    return Partition(tuple(sites), tuple(axes), plates, silos.num_silos, reference, static, local, notes)
+
+
+def _hints(sites: list[Site], depends: Dependence, shared: tuple[str, ...]) -> tuple[str, ...]:
+    """A single number with a population's prior that silos alone use: perhaps each silo should have its own."""
+    found = []
+    terms = [site for site in sites if site.name in depends.log_prob]
+    for site in sites:
+        if site.role != "global" or site.shape.value != () or site.name in shared:
+            continue
+        itself = f"site:{site.name}"
+        parents = sorted(s[5:] for s in depends.log_prob[site.name] if s.startswith("site:") and s != itself)
+        users = [one for one in terms if one is not site and itself in depends.log_prob[one.name]]
+        if parents and users and not any(user.at_server for user in users):
+            found.append(
+                f"{site.name!r} is one number for all silos. Its prior depends on {' and '.join(map(repr, parents))}, "
+                f"and the silos' terms alone use it: if each silo has its own, type local=[{site.name!r}]; if one is "
+                f"meant, shared=[{site.name!r}] says so"
+            )
+    return tuple(found)
 
 
 def _event_axes(site: Site) -> set[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.model.axes import Component, followers
+from numpyro_fed.model.lookups import Lookup
 from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.model.trace import Model, PartitionError, SiteShape, Tracing, changing_state
 
@@ -14,9 +15,9 @@ def check_names(base: Tracing, local: tuple[str, ...], shared: tuple[str, ...]) 
     latents = [name for name, site in base.sites.items() if site.kind == "latent"]
     for keyword, names in (("local", local), ("shared", shared)):
         for name in names:
-            if name in latents or name in base.plates:
-                continue
             kind = base.sites[name].kind if name in base.sites else ""
+            if name in latents or name in base.plates or (keyword == "local" and kind in ("observed", "factor")):
+                continue
             what = (
                 f"a {kind} site" if kind in ("deterministic", "param") else f"an {kind} site" if kind else "not there"
             )
@@ -110,3 +111,19 @@ def check_shapes_between_silos(traces: dict[str, Tracing], sites: list[Site], ax
                     f"{trace.sites[site.name].value} in silo {name!r}: sites may differ between silos only along the "
                     f"silo plates ({', '.join(p for axis in axes for p in axis.plates) or 'there are none'})"
                 )
+
+
+def check_renumbered(looked_up: list[Lookup], renumbered: frozenset[str], sites: list[Site]) -> None:
+    """A group's number within its silo means nothing in an array that all silos share."""
+    local = {f"site:{site.name}" for site in sites if site.role in ("local", "enumerated")}
+    for found in looked_up:
+        index = sorted(renumbered & {name.removeprefix("arg:") for name in found.by})
+        if index and not any(source in local or source.startswith("arg:") for source in found.into):
+            what = ", ".join(sorted(repr(name.partition(":")[2]) for name in found.into)) or "a constant"
+            raise PartitionError(
+                f"groups= of nf.split names {index[0]!r}, which is then renumbered from 0 within each silo, but the "
+                f"model looks it up in {what}, an array of {found.size} rows that all silos share: row 0 would be "
+                "another group in every silo. If each silo has its own groups, let their number be an argument of the "
+                f"model, numpyro.plate(..., num_{index[0]}), and pass groups=dict({index[0]}='num_{index[0]}'); if "
+                f"groups are the same in all silos, leave {index[0]!r} out of groups=."
+            )

@@ -31,6 +31,8 @@ class Partition:
     num_silos: int
     reference: str = ""  # the silo whose shapes the sites show
     static_support: tuple[str, ...] = ()  # observed sites whose support depends on no latent
+    named: tuple[str, ...] = ()  # plates and sites named in local=
+    notes: tuple[str, ...] = ()  # what might not be meant; shown below the table
 
     def lengths(self, silo: str) -> dict[str, int]:
         """Of a silo's axes, without padding."""
@@ -92,16 +94,17 @@ class Partition:
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def __str__(self) -> str:
-        return f"{self.table}\n{self._suggestion()}"
+        return "\n".join([self.table, *(f"note: {note}" for note in self.notes), self._suggestion()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         line = lambda row, tag: "".join(f"<{tag} style='text-align:left'>{escape(cell)}</{tag}>" for cell in row)
         body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in self._rows())
+        below = "".join(f"<p>note: {escape(note)}</p>" for note in self.notes)
         return (
             f"<table><thead><tr>{line(HEAD, 'th')}</tr></thead><tbody>{body}</tbody></table>"
-            f"<p>{escape(self._suggestion())}</p>"
+            f"{below}<p>{escape(self._suggestion())}</p>"
         )
 
 

@@ -22,6 +22,27 @@ class Dependence(NamedTuple):
 
 def dependence(model: Model, kwargs: Mapping[str, Any], own: set[str], sites: dict[str, SiteShape]) -> Dependence:
     """Provenance of every site's log density, latents held fixed. ``own`` are the paths of the silo's own arguments."""
+    run, inputs = by_input(model, kwargs, own, sites)
+    log_prob, value, support = provenance(run, inputs)
+    params = {name for name, site in sites.items() if site.kind == "param"}
+    start = {}
+    if params:
+        given = {name: found for name, found in inputs.items() if name.startswith(("arg:", "shared:"))}
+        _, merge = split_static(abstract(kwargs))
+        start = provenance(lambda **args: _starts(model, merge([args[name] for name in given]), params), given)
+    union = lambda tree: frozenset().union(*jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, frozenset)))
+    return Dependence(
+        *({name: union(found) for name, found in part.items()} for part in (log_prob, value, support, start))
+    )
+
+
+def by_input(
+    model: Model, kwargs: Mapping[str, Any], own: set[str], sites: dict[str, SiteShape]
+) -> tuple[Callable[..., tuple[dict, dict, dict]], dict[str, Any]]:
+    """The model as a function of its named inputs (arguments, latents, params), and these, as shapes.
+
+    It returns log densities, values of observed and deterministic sites, and whether observations are in their support.
+    """
     kwargs = abstract(kwargs)
     arrays, merge = split_static(kwargs)
     paths = [path for path, leaf in leaves(kwargs) if not isinstance(leaf, int)]
@@ -55,16 +76,7 @@ def dependence(model: Model, kwargs: Mapping[str, Any], own: set[str], sites: di
 
     inputs = {f"arg:{path}" if path in own else f"shared:{path}": a for path, a in zip(paths, arrays, strict=True)}
     inputs |= {f"{'site' if name in latents else 'param'}:{name}": start for name, start in starts.items()}
-    log_prob, value, support = provenance(run, inputs)
-    params = {name for name, site in sites.items() if site.kind == "param"}
-    start = {}
-    if params:
-        given = {name: found for name, found in inputs.items() if name.startswith(("arg:", "shared:"))}
-        start = provenance(lambda **args: _starts(model, merge([args[name] for name in given]), params), given)
-    union = lambda tree: frozenset().union(*jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, frozenset)))
-    return Dependence(
-        *({name: union(found) for name, found in part.items()} for part in (log_prob, value, support, start))
-    )
+    return run, inputs
 
 
 def _starts(model: Model, kwargs: dict[str, Any], params: set[str]) -> dict[str, Any]:

@@ -246,17 +246,18 @@ class SplitModel(NamedTuple):
         return run
 
     def _components(self, found: dict[str, Array], data: SiloData) -> list[tuple[Component, list[enum.Placed]]]:
-        probe = self._run(*self._probe(data.mask), data) if self.enumeration.components else None
-        plan = self.enumeration
+        plan, probe = self.enumeration, None
+        if plan.components:
+            z, z_local, theta = self.probe(data.mask)
+            probe = self._run(self.unravel(z) | self.unpack(z_local, data.mask), theta, data)
         return [(one, enum.placed(plan, one, found, data.mask, probe)) for one in plan.components]
 
-    def _probe(self, mask: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
-        """A fixed point at which classes differ, though they may all be equal where a method starts."""
+    def probe(self, mask: dict[str, Array]) -> tuple[Array, dict[str, Array], dict[str, Array]]:
+        """A fixed point z_G, z_L, theta at which classes differ, though they may all be equal where a method starts."""
         draws, dtype = np.random.default_rng(0), jnp.zeros(()).dtype
         noise = lambda *shape: jnp.asarray(draws.normal(scale=0.5, size=shape), dtype)
         z, local = noise(self.dim), {g.name: noise(g.num_rows(mask), g.size) for g in self.groups}
-        theta = jax.tree.map(lambda start: start + noise(*jnp.shape(start)), self.theta)
-        return self.unravel(z) | self.unpack(local, mask), theta
+        return z, local, jax.tree.map(lambda start: start + noise(*jnp.shape(start)), self.theta)
 
     def _mask_of(self, name: str, found: dict[str, Array]) -> Array | None:
         own, read = found.get(mask_name(name)), self.enumeration.reads.get(mask_name(name), ())

@@ -16,6 +16,7 @@ class Survey(NamedTuple):
     room: int = 0  # for a minibatch of groups, in long format; -1: an observation belongs to no group
     mixed: str = ""  # an observed site of which a row looks at other rows, so that minibatches are wrong
     certified: int = 0  # silos on whose data the split was compared with NumPyro's own density
+    around: tuple[str, ...] = ()  # sites whose rows look at nearly all other rows of their silo
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """A fit from a file that ``fit.save`` wrote.
 
-The model is traced on zeros of the silos' shapes; when its sites are those of the file, the state is put back as it
-was, bit by bit.
+The model is traced on zeros of the silos' shapes; when its sites and its prior are those of the file, the state is put
+back as it was, bit by bit.
 """
 
 import json
@@ -20,6 +20,7 @@ from numpyro_fed.data.padding import call_spec, shared_arrays
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.store import SiloStore
 from numpyro_fed.model.build import from_spec
+from numpyro_fed.model.fingerprint import Fingerprint, differing, fingerprint
 from numpyro_fed.model.partition import partition
 from numpyro_fed.model.partition_table import Partition
 from numpyro_fed.model.split_model import SplitModel
@@ -69,6 +70,7 @@ def load(path: str | Path, method: MadeBy, silos: Silos | SiloStore | None = Non
         _check_silos(path, shapes, names, silos)
     part = _partition(path, method, header["sites"], shapes)
     split = from_spec(method.model, part, call_spec(shapes, part.axes), shared_arrays(shapes))
+    _check_prior(path, decode(header["prior"], read), split)
     survey = decode(header["survey"], read)
     posterior = method.posterior_of(split, survey)
     _check_same(path, "variational family", header["family"], family(posterior))
@@ -114,7 +116,7 @@ def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray], Path
     if header["version"] != VERSION:
         raise ValueError(
             f"{path} has format version {header['version']}, this numpyro_fed reads version {VERSION}: "
-            + ("upgrade numpyro_fed" if header["version"] > VERSION else "save it again with this version")
+            + ("upgrade numpyro_fed" if header["version"] > VERSION else "fit and save it again")
         )
     return header, arrays, path
 
@@ -140,6 +142,18 @@ def _partition(path: Path, method: MadeBy, saved_sites: list[list[Any]], shapes:
                 f"{tell(now.get(name))} in this model"
             )
     return part
+
+
+def _check_prior(path: Path, saved: Fingerprint, split: SplitModel) -> None:
+    now = fingerprint(split)
+    name = differing(saved, now)
+    if name is not None:
+        tell = lambda found: ", ".join(f"{value:.6g}" for value in found["values"].get(name, ())) or "none"
+        raise ValueError(
+            f"{path} is of another model: the prior of site {name!r} is another one (its log density at the same "
+            f"points: {tell(saved)} in the file, {tell(now)} now). Load it with the model that was fitted; a posterior "
+            "under another prior must be fitted again."
+        )
 
 
 def _read_names(saved: Any, arrays: dict[str, np.ndarray]) -> Any:

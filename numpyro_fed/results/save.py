@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Posterior
+from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.results.codec import encode, keep_in
 from numpyro_fed.results.value import Fitted
@@ -36,6 +37,7 @@ def save(fit: Fitted, path: str | Path) -> Path:
         "family": family(fit.posterior),
         "x64": x64(),
         "sites": sites(fit.split.partition),
+        "prior": encode(fingerprint(fit.split), keep_in(arrays)),
         "silos": {name: encode(silos.own(name), shape_leaf) for name in silos.names},
         "own_counts": sorted(silos.own_counts),
         "shared": encode(silos.shared, keep_in(arrays)),

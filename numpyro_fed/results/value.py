@@ -1,6 +1,6 @@
 """A fit as a value: what a run leaves behind. :class:`~numpyro_fed.Fit` is this, and what can be done with it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -9,6 +9,8 @@ import numpy as np
 
 from numpyro_fed.algorithm import Posterior
 from numpyro_fed.data.silos import Silos
+from numpyro_fed.model.mixing import meant
+from numpyro_fed.model.partition_table import Partition
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.results.correction import Correction, HasCorrection
@@ -38,6 +40,12 @@ class Fitted:
     moving: bool = False  # one of these is that it had not come to rest
     evidence: Evidence | str = UNASKED  # of the check phase, or why there is none
     again: Again | None = None  # how to run again
+
+    @property
+    def partition(self) -> Partition:
+        """Which site lives where, with notes on what might not be meant; prints as a table."""
+        part = self.split.partition
+        return replace(part, notes=(*part.notes, *map(meant, self.survey.around)))
 
     @property
     def num_rounds(self) -> int:

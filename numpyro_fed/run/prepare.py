@@ -13,6 +13,7 @@ from numpyro_fed.engines.base import Engine, Traffic
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.memo import remembered
 from numpyro_fed.model.build import certified, uncertified
+from numpyro_fed.model.indices import beyond
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.support import outside
 from numpyro_fed.model.survey import Survey
@@ -52,11 +53,13 @@ def prepare(
     stack = stack_of(silos, some, split.spec, split.partition.axes)
     engine = Vmap() if engine is None or engine.reads_store else engine  # of a store, its example is in memory
     answers, sent = surveys.take(split, stack, engine, batch_size(split))
-    for site, fine in answers.supported.items():
-        if not np.all(fine):
-            silo = stack.example.names[int(np.argmin(fine))]
-            with at_silo(silo):
-                raise PartitionError(outside(split, some, silo, site))
+    asked = stack.example.names
+    for told, message in ((answers.supported, outside), (answers.in_range, beyond)):
+        for what, fine in told.items():
+            if not np.all(fine):
+                silo = asked[int(np.argmin(fine))]
+                with at_silo(silo):
+                    raise PartitionError(message(split, some, silo, what))
     if failed is not None:
         raise failed
     return Prepared(split, surveys.combined(split, answers, stack), stack, sent)
@@ -74,4 +77,4 @@ def signature(silos: Silos) -> Any:
         )
         for name in silos.names
     )
-    return own, shared_digest(silos.shared), silos.own_counts, str(jnp.zeros(()).dtype)
+    return own, shared_digest(silos.shared), silos.own_counts, silos.renumbered, str(jnp.zeros(()).dtype)

@@ -3,9 +3,9 @@
 First a silo tells the shapes, types and ints of its arguments (:func:`~numpyro_fed.data.stack.described`); from these
 alone the server divides the model's sites (:mod:`numpyro_fed.model.partition`). With the partition in hand a silo
 answers once more (:class:`Answer`): how many observations each observed site has, how its rows lie, how much room a
-minibatch needs, whether its data fit their supports. Both are messages, counted in bytes; from them the server chooses
-and compiles. A few silos are also asked whether the split's certificate holds on their data
-(:mod:`numpyro_fed.model.certificate`).
+minibatch needs, whether its data fit their supports and its indices their arrays, whether rows look at all others.
+Both are messages, counted in bytes; from them the server chooses and compiles. A few silos are also asked whether the
+split's certificate holds on their data (:mod:`numpyro_fed.model.certificate`).
 """
 
 import json
@@ -24,6 +24,8 @@ from numpyro_fed.keys import digest
 from numpyro_fed.local.minibatch import rows_apart
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.certificate import ASKED
+from numpyro_fed.model.indices import in_range
+from numpyro_fed.model.mixing import looking_around, rows_look_around
 from numpyro_fed.model.observations import observations_by_site
 from numpyro_fed.model.rows import components_of, how_rows_lie
 from numpyro_fed.model.split_model import SplitModel
@@ -45,7 +47,9 @@ class Answer(NamedTuple):
     aligned: Array  # bool: terms stand at their rows
     joined: Array  # bool: rows of several groups meet
     room: Array  # int: observations of as many groups as a minibatch takes; -1: one belongs to no group
+    in_range: dict[str, Array]  # {argument: bool}: rows that are looked up by its numbers are there
     apart: dict[str, Array]  # {observed site: bool}: its rows are in a minibatch what they are among all
+    around: dict[str, Array]  # {site: int}: 1 where rows look at nearly all others, 0 where not, -1 if rows are too few
 
 
 def answer(split: SplitModel, batch_size: int | None, data: SiloData) -> Answer:
@@ -60,7 +64,8 @@ def answer(split: SplitModel, batch_size: int | None, data: SiloData) -> Answer:
     if batch_size is not None:
         room, apart = rows_apart(split, batch_size, data, found)
     observations = observations_by_site(split, data, trace)
-    return Answer(observations, supported(split, trace), separable, aligned, joined, room, apart)
+    values, indices, around = supported(split, trace), in_range(split, data), rows_look_around(split, data)
+    return Answer(observations, values, separable, aligned, joined, room, indices, apart, around)
 
 
 def _algorithm(split: SplitModel, batch_size: int | None, num: int, like: SiloData) -> FederatedAlgorithm:
@@ -139,4 +144,5 @@ def combined(split: SplitModel, answers: Answer, stack: Stack) -> Survey:
         room,
         mixed,
         min(len(stack.example.names), ASKED),
+        looking_around(answers.around) if len(stack.names) > 1 else (),  # one silo's mean is that of all data
     )
