@@ -91,13 +91,6 @@ def test_a_posterior_that_still_moves_says_so(tmp_path):
     assert "verdict not checked" in repr(fit) and fit.reasons == ()
 
 
-def test_hmc_runs_in_float64(x64):
-    solver = nf.solvers.HMC(num_chains=4, num_samples=4, num_warmup=2)
-    with pytest.warns(nf.VerdictWarning):
-        fit = nf.EP(regression, solver=solver).run(jax.random.key(0), regression_silos(), 1, progress_bar=False)
-    assert np.all(np.isfinite(fit.sample(jax.random.key(1), 10)["beta"]))
-
-
 def test_nuts_where_nothing_pads():
     trials = [dict(effect=np.float32(e), error=np.float32(1)) for e in (1.0, 2.0, 0.0)]
     silos = nf.Silos([{name: np.asarray(value) for name, value in one.items()} for one in trials])

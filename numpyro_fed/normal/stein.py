@@ -13,7 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from numpyro_fed.precision import in_x64
+
 Array = jax.Array
+TINY = 1e-14  # float64's rounding, with room
 
 
 def slope(draws: Float[Array, "l d"], gradients: Float[Array, "l d"], along: Float[Array, " d"] | None = None) -> Array:
@@ -36,19 +39,37 @@ def corrected(
     return share * turned + (1 - share) * estimate
 
 
-def whitened_moments(
+def moments(
     draws: Float[Array, "l d"], gradients: Float[Array, "l d"]
 ) -> tuple[Float[Array, " d"], Float[Array, "d d"]]:
-    r"""Mean and covariance, of a density that is about standard normal but for its place:
+    r"""Mean and covariance, what gradients explain of the draws taken out. Float64.
 
-    .. math:: \mu = \bar x - \bar g, \qquad V = S + I - \mathrm{sym}(C)
+    With :math:`B = C^\top G^{-1}`, G the covariance of the gradients, which regresses draws on gradients,
 
-    >>> x = jax.random.normal(jax.random.key(0), (5, 2)) + 3.0
-    >>> mean, cov = whitened_moments(x, x - 3.0)  # few draws, but exact
-    >>> bool(jnp.allclose(mean, 3.0, atol=1e-5) and jnp.allclose(cov, jnp.eye(2), atol=1e-5))
-    True
+    .. math:: \mu = \bar x - B \bar g, \qquad V = \mathrm{sym}\, B + \tfrac{l - 1}{l - 1 - d} (S - B C).
+
+    Both tend to the draws' own moments, as C tends to I; B makes their error least. Where p is normal with precision P,
+    :math:`B = P^{-1}` and the rest, the covariance of what B leaves of the draws, is 0: so from more than d draws both
+    are exact, wherever these lie and however they are correlated. Gradients with heavy tails explain little: B is then
+    small, and the draws count. An affine map of x maps the moments.
+
+    >>> x = jax.random.normal(jax.random.key(0), (5, 2))
+    >>> mean, cov = moments(x, 4.0 * (x - 3.0))  # few draws, far off, but exact
+    >>> [round(float(number), 3) for number in (*mean, cov[0, 0], cov[1, 1])]
+    [3.0, 3.0, 0.25, 0.25]
     """
-    cross = slope(draws, gradients)
-    spread = slope(draws, draws)
-    mean = jnp.mean(draws - gradients, axis=0)
-    return mean, spread + jnp.eye(draws.shape[1]) - 0.5 * (cross + cross.T)
+    num, d = draws.shape
+    if num < d + 2:
+        raise ValueError(f"{num} draws do not determine moments in {d} dimensions: draw at least {d + 2}")
+
+    @in_x64
+    def run(draws: Array, gradients: Array) -> tuple[Array, Array]:
+        cross, steep = slope(draws, gradients), slope(gradients, gradients)
+        scale = jax.lax.rsqrt(jnp.maximum(jnp.diagonal(steep), TINY))
+        unit = scale[:, None] * steep * scale[None] + TINY * jnp.eye(d)  # gradients of a flat direction are all equal
+        regression = (scale[:, None] * jnp.linalg.solve(unit, scale[:, None] * cross)).T
+        left = slope(draws, draws) - regression @ cross
+        cov = 0.5 * (regression + regression.T) + (num - 1) / (num - 1 - d) * left
+        return jnp.mean(draws, axis=0) - regression @ jnp.mean(gradients, axis=0), 0.5 * (cov + cov.T)
+
+    return run(draws, gradients)

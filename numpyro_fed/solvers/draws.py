@@ -46,7 +46,7 @@ def nuts(rng_key: Array, start: Array, log_density: Callable, num_samples: int) 
     sampler = NUTS(num_chains=chains, num_samples=-(-num_samples // chains), num_warmup=WARMUP)
     begin_key, key = jax.random.split(rng_key)
     begin = jax.random.normal(begin_key, (chains, *start.shape))
-    x, _ = sampler.draw(key, lambda x: log_density(mode + root @ x), begin, STEP)
+    x, _, _ = sampler.draw(key, lambda x: log_density(mode + root @ x), begin, STEP, 0)
     return mode + x.reshape(-1, *start.shape)[:num_samples] @ root.T
 
 

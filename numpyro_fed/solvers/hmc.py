@@ -5,15 +5,18 @@ tilted distribution is about standard normal, and so are its locals in their fra
 fixed step; data, cavity and start are arguments of one program that serves all rounds and silos.
 
 Moments are corrected by Stein's identity (:mod:`numpyro_fed.normal.stein`), with the gradients that the sampler has
-anyway; where these have heavy tails, the draws' own moments are taken.
+anyway. Where the tilted distribution is normal they are then exact in any number of dimensions; where gradients have
+heavy tails, they are the draws' own.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
+from jax.scipy.linalg import solve_triangular
 from numpyro.infer.hmc import hmc
 
 from numpyro_fed.local.integrate import Factor
@@ -26,8 +29,11 @@ from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 Array = jax.Array
 LENGTH = 1.5  # of a trajectory, in sds: near a quarter of a period, where draws are nearly independent
 POOR = 0.5  # acceptance below which steps are halved
-WIDE = 4.0  # variances further from one than this factor ask for other coordinates
+WIDE = 4.0  # variances further from one than this factor, and what draws vary by chance, ask for other coordinates
+FAR = 2.0  # and so do means further from zero than this
+FARTHEST = 4.0  # which are believed up to here
 TRIES = 4
+ENOUGH = 4  # draws a dimension, at least
 FLOOR = 0.02  # least eigenvalue of the covariance in whitened coordinates
 
 
@@ -36,7 +42,8 @@ class HMC(BaseSolver):
     """Jittered Hamiltonian Monte Carlo: many short chains, no adaptation.
 
     Args:
-        num_chains, num_samples: draws are kept from ``num_samples`` steps of each chain.
+        num_chains, num_samples: draws are kept from ``num_samples`` steps of each chain; more, where that is needed for
+            four draws a global.
         num_warmup: steps before those.
         step_size: in sds; by default .7 for the globals alone and .35 where locals are sampled too (less in very many
             dimensions).
@@ -52,8 +59,8 @@ class HMC(BaseSolver):
     noisy = True
     samples_locals = True
 
-    def draw(self, key: Array, density: Any, begin: Array, step_size: Any) -> tuple[Array, Array]:
-        """Draws (chains, samples, D) and how often proposals were accepted."""
+    def draw(self, key: Array, density: Any, begin: Array, step_size: Any, d: int) -> tuple[Array, Array, Array]:
+        """Draws (chains, samples, D), minus the gradients there by the first d coordinates, the rate of acceptance."""
         value_and_grad = jax.value_and_grad(density)
         leaps = jnp.ceil(LENGTH / step_size).astype(int)
 
@@ -74,18 +81,22 @@ class HMC(BaseSolver):
             change = new[2] - value - 0.5 * (new[1] @ new[1] - momentum @ momentum)
             accept = jnp.log(jax.random.uniform(accept_key)) < jnp.where(jnp.isfinite(change), change, -jnp.inf)
             carry = jax.tree.map(lambda a, b: jnp.where(accept, a, b), (new[0], new[2], new[3]), carry)
-            return carry, (carry[0], accept)
+            return carry, (carry[0], -carry[2][:d], accept)
 
-        def chain(key: Array, y: Array) -> tuple[Array, Array]:
+        def chain(key: Array, y: Array) -> tuple[Array, Array, Array]:
             keys = jax.random.split(key, self.num_warmup + self.num_samples)
-            _, (draws, accepted) = jax.lax.scan(transition, (y, *value_and_grad(y)), keys)
-            return draws[self.num_warmup :], jnp.mean(accepted, dtype=y.dtype)  # a mean of bools is float32
+            _, (draws, downhill, accepted) = jax.lax.scan(transition, (y, *value_and_grad(y)), keys)
+            # a mean of bools is float32
+            return draws[self.num_warmup :], downhill[self.num_warmup :], jnp.mean(accepted, dtype=y.dtype)
 
-        draws, accepted = jax.vmap(chain)(jax.random.split(key, self.num_chains), begin)
-        return draws, jnp.mean(accepted)
+        draws, downhill, accepted = jax.vmap(chain)(jax.random.split(key, self.num_chains), begin)
+        return draws, downhill, jnp.mean(accepted)
 
     def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
         d = tilted.q.shift.shape[0]
+        least = math.ceil(ENOUGH * d / self.num_chains)
+        if self.num_samples < least:
+            return replace(self, num_samples=least).solve(key, tilted, factor, frame, solver_state)
         nodes, cavity = factor.nodes(None), tilted.family.dense(tilted.cavity)
         begin, frame = newton.begin(tilted, factor, frame)
         eps_like = {g: jnp.zeros(shape) for g, shape in factor.eps_shape.items()} if factor.sampled else {}
@@ -116,13 +127,9 @@ class HMC(BaseSolver):
             )
             frame = factor.refit(to_user_dtype(at.mean), now.frame, newton.LOCAL_STEPS)
             step = jnp.where(again & (now.accepted < POOR), 0.5, 1.0) * now.step
-            draws, accepted = self.draw(draw_key, density_in(at, frame), places, step)
+            draws, downhill, accepted = self.draw(draw_key, density_in(at, frame), places, step, d)
             draws = draws.reshape(-1, d + size)
-            x = draws[:, :d]
-            mean, cov = jnp.mean(x, axis=0), jnp.atleast_2d(jnp.cov(x.T))
-            spread = jnp.linalg.eigvalsh(cov)
-            fits = (jnp.max(jnp.abs(mean)) < 2.0) & (spread[0] > 1 / WIDE) & (spread[-1] < WIDE)
-            cov = _floored(cov)
+            mean, cov, fits = self._moments(draws[:, :d], downhill.reshape(-1, d))
             return _Drawn(at, frame, step, draws, mean, cov, accepted, fits & (accepted > POOR), now.tries + 1)
 
         empty = jnp.zeros((self.num_chains * self.num_samples, d + size))
@@ -139,20 +146,20 @@ class HMC(BaseSolver):
         )
         last = jax.lax.while_loop(poor, attempt, first)
         at, frame, draws, accepted = last.at, last.frame, last.draws, last.accepted
-        density = density_in(at, frame)
-        mean, cov = last.mean, last.cov
-        if self.stein:
-            downhill = jax.grad(lambda y: -density(y))
-            gradients = jax.lax.map(downhill, draws, batch_size=_divisor(len(draws)))[:, :d]
-            exact_mean, exact_cov = stein.whitened_moments(draws[:, :d], gradients)
-            # gradients with heavy tails (a funnel) add more noise than they take away
-            useful = last.fine & (jnp.linalg.eigvalsh(gradients.T @ gradients / len(gradients))[-1] < WIDE)
-            mean, cov = jnp.where(useful, exact_mean, mean), jnp.where(useful, _floored(exact_cov), cov)
-        values = jax.lax.map(density, draws[:: max(1, len(draws) // 64)], batch_size=1)
-        # E[log tilted - log normal] over the draws: the log integral, too large by KL(tilted || normal)
-        log_mean = jnp.mean(values) + 0.5 * (d + size) + 0.5 * jnp.linalg.slogdet(cov)[1]
-        log_mean = log_mean + (0.5 * size * LOG_2PI if size else 0.0)
-        found = affine.with_lower_root(affine.compose(at, mean, affine.root_of(cov)))
+        density, mean, cov = density_in(at, frame), last.mean, last.cov
+        some = draws[:: max(1, len(draws) // 64)]
+        values = jax.lax.map(density, some, batch_size=1)
+        # E[log tilted - log normal] over the draws, the log integral, too large by KL(tilted || normal); of locals this
+        # normal has variances alone
+        root = to_user_dtype(affine.root_of(cov))
+        log_mean = jnp.sum(jnp.log(jnp.diagonal(root)))
+        lengths = jnp.sum(solve_triangular(root, (some[:, :d] - mean).T, lower=True) ** 2, axis=0)
+        if size:
+            centre, variance = jnp.mean(draws[:, d:], axis=0), jnp.maximum(jnp.var(draws[:, d:], axis=0), FLOOR)
+            lengths = lengths + jnp.sum((some[:, d:] - centre) ** 2 / variance, axis=1)
+            log_mean = log_mean + 0.5 * jnp.sum(jnp.log(variance)) + 0.5 * size * LOG_2PI
+        log_mean = log_mean + jnp.mean(values + 0.5 * lengths)
+        found = affine.with_lower_root(affine.compose(at, mean, root))
         fine = jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(cov)) & (accepted > 0.3)
         local_posterior = None
         if size:
@@ -161,7 +168,27 @@ class HMC(BaseSolver):
             second = {g: jnp.einsum("sri,srj->rij", e - centre[g], e - centre[g]) / len(e) for g, e in eps.items()}
             local_posterior = frame.with_moments(centre, second)
         value = affine.log_evidence(tilted.family, tilted.q, at, cavity, log_mean)
-        return Projection(affine.to_family(tilted.family, found), value, accepted, fine, frame, local_posterior)
+        effective = jnp.where(last.fine, accepted, 0.0)  # in coordinates that never fitted, draws are not to be trusted
+        return Projection(affine.to_family(tilted.family, found), value, effective, fine, frame, local_posterior)
+
+    def _moments(self, draws: Array, downhill: Array) -> tuple[Array, Array, Array]:
+        """Mean and covariance, and whether they are those of a distribution that is about standard normal.
+
+        By chance alone the covariance of l draws of a standard normal has eigenvalues from (1 - r)^2 to (1 + r)^2, with
+        r^2 = d / l (Marchenko and Pastur 1967).
+        """
+        num, d = draws.shape
+        mean, cov = jnp.mean(draws, axis=0), jnp.atleast_2d(jnp.cov(draws.T))
+        if self.stein:
+            better_mean, better_cov = to_user_dtype(stein.moments(draws, downhill))
+            useful = jnp.linalg.eigvalsh(better_cov)[0] > 0  # before chains have come to rest it may be no covariance
+            mean, cov = jnp.where(useful, better_mean, mean), jnp.where(useful, better_cov, cov)
+        values, vectors = jnp.linalg.eigh(cov)
+        chance = math.sqrt(d / num)
+        fits = (values[0] > (1 - chance) ** 2 / WIDE) & (values[-1] < (1 + chance) ** 2 * WIDE)
+        fits = fits & (jnp.max(jnp.abs(mean)) < FAR)
+        cov = (vectors * jnp.maximum(values, FLOOR)) @ vectors.T
+        return jnp.clip(mean, -FARTHEST, FARTHEST), cov, fits
 
 
 class _Drawn(NamedTuple):
@@ -185,10 +212,10 @@ class NUTS(HMC):
     num_warmup: int = 50
     name = "nuts"
 
-    def draw(self, key: Array, density: Any, begin: Array, step_size: Any) -> tuple[Array, Array]:
+    def draw(self, key: Array, density: Any, begin: Array, step_size: Any, d: int) -> tuple[Array, Array, Array]:
         init_kernel, sample_kernel = hmc(lambda y: -density(y), algo="NUTS")
 
-        def chain(key: Array, y: Array) -> tuple[Array, Array]:
+        def chain(key: Array, y: Array) -> tuple[Array, Array, Array]:
             state = init_kernel(
                 y,
                 num_warmup=0,
@@ -201,19 +228,11 @@ class NUTS(HMC):
 
             def transition(state: Any, _: Any) -> tuple[Any, tuple]:
                 state = sample_kernel(state)
-                return state, (state.z, state.accept_prob)
+                return state, (state.z, state.z_grad[:d], state.accept_prob)
 
-            _, (draws, accepted) = jax.lax.scan(transition, state, None, self.num_warmup + self.num_samples)
-            return draws[self.num_warmup :], jnp.mean(accepted)
+            steps = self.num_warmup + self.num_samples
+            _, (draws, downhill, accepted) = jax.lax.scan(transition, state, None, steps)
+            return draws[self.num_warmup :], downhill[self.num_warmup :], jnp.mean(accepted)
 
-        draws, accepted = jax.vmap(chain)(jax.random.split(key, self.num_chains), begin)
-        return draws, jnp.mean(accepted)
-
-
-def _floored(cov: Array) -> Array:
-    values, vectors = jnp.linalg.eigh(0.5 * (cov + cov.T))
-    return (vectors * jnp.maximum(values, FLOOR)) @ vectors.T
-
-
-def _divisor(num: int, most: int = 100) -> int:
-    return next(k for k in range(min(most, num), 0, -1) if num % k == 0)
+        draws, downhill, accepted = jax.vmap(chain)(jax.random.split(key, self.num_chains), begin)
+        return draws, downhill, jnp.mean(accepted)
