@@ -35,6 +35,7 @@ from numpyro_fed.run.node_check import TOO_FAR, node_check
 from numpyro_fed.solvers import Solver
 
 Array = jax.Array
+LEAST_EFFECTIVE = 0.02  # of a silo's points or draws, below which its moments are noise
 NEARLY = 0.5  # sds that a posterior may still move when its nodes are checked
 MOST_DENSE = 500  # dimensions in which a matrix of natural parameters is still a good idea
 
@@ -107,7 +108,7 @@ class Factorised(Method):
             begin_silo=lambda given, state, local: self._begin_silo(split, chosen.solver, given, state, local),
             num_rounds=rounds,
             done=(lambda info: bool(info["moving"][-1] < self.tolerance)) if stops else None,
-            finish=lambda left, server, info: self._finish(plan.names, left, server),
+            finish=lambda left, server, info: self._finish(plan.names, left, server, info),
             effort="some",
             look=plan.sweep if stops else None,
         )
@@ -231,8 +232,8 @@ class Factorised(Method):
         frame = LocalLaplace.from_sds(given.loc, local.loc, local.scale, local.coupling or state.frame.coupling)
         return state._replace(frame=frame, local_posterior=frame)
 
-    def _finish(self, names: Any, left: Left, server: SitesServer) -> Left:
-        """Whether everybody was heard, and nothing moves any more."""
+    def _finish(self, names: Any, left: Left, server: SitesServer, info: dict[str, Any]) -> Left:
+        """Whether everybody was heard, nothing moves any more, and what was heard was worth hearing."""
         moving, left = np.asarray(server.moving), left._replace(server=server)
         silent = [names[j] for j in np.flatnonzero(moving >= UNHEARD)[:6].tolist()]
         if silent:
@@ -251,6 +252,13 @@ class Factorised(Method):
                 "it is not yet the method's answer. Run more rounds, run(..., init_state=fit.state); if it does not "
                 "settle, pass damping=0.5 or another solver, or a tolerance= above the solver's noise",
                 moving=True,
+            )
+        effective = float(info["ess"][-1])
+        if effective < LEAST_EFFECTIVE:
+            return _doubted(
+                left,
+                f"in the last round some silo had {effective:.1%} effective points or draws, too few for its moments: "
+                "pass solver=nf.solvers.HMC() with more chains, num_chains=100, or more points",
             )
         return left
 
