@@ -21,7 +21,7 @@ import numpy as np
 from jax.scipy.special import logsumexp
 
 from numpyro_fed.local.integrate import Factor
-from numpyro_fed.normal import affine
+from numpyro_fed.normal import affine, lapack
 from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.normal.points import enough_points, normal_points, stable_step
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
@@ -112,4 +112,4 @@ class _Try(NamedTuple):
 
 @in_x64
 def _root(cov: Array) -> Array:
-    return jnp.linalg.cholesky(0.5 * (cov + cov.T))
+    return lapack.cholesky(0.5 * (cov + cov.T))
