@@ -26,7 +26,9 @@ from numpyro_fed.precision import UNOPTIMISED, compiled_once
 
 Array = jax.Array
 ASKED = 4  # silos, at most
-DRAWN = np.arange(4)  # keys of the discrete values at which a split is checked: few rows might have equal values
+DRAWN = np.arange(
+    4, dtype=np.int32
+)  # keys of the discrete values at which a split is checked: few rows might have equal values
 
 
 def certify(split: SplitModel, silos: Silos, max_silos: int = ASKED, seed: int = 0) -> PartitionError | None:
@@ -127,7 +129,8 @@ def _at_drawn(
 def _loud(seed: Any, name: str, shape: tuple[int, ...]) -> Array:
     """Noise for :func:`~numpyro_fed.model.discrete.draw` so loud that all possible values are drawn, likely or not."""
     noise = np.random.default_rng(digest(name)).gumbel(size=(len(DRAWN), *shape))
-    return 1e9 * jnp.asarray(noise, jnp.zeros(()).dtype)[seed]
+    chosen = (seed == DRAWN).reshape(-1, *(1,) * len(shape))  # an index would be of one precision's type
+    return 1e9 * jnp.sum(jnp.where(chosen, jnp.asarray(noise, jnp.zeros(()).dtype), 0.0), axis=0)
 
 
 def _explain(

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Float
 
 from numpyro_fed.model.layout import GOLDEN, NEAR_ZERO
+from numpyro_fed.normal import lapack
 from numpyro_fed.normal.families import LOG_2PI, Family, Natural, inverse
 from numpyro_fed.precision import in_x64, to_user_dtype
 
@@ -80,7 +80,7 @@ def log_evidence(family: Family, q: Natural, at: Coordinates, cavity: Natural, l
     def run(at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
         times = cavity.precision @ at.mean if cavity.precision.ndim == 2 else cavity.precision * at.mean
         const = cavity.shift @ at.mean - 0.5 * at.mean @ times
-        log_det = jnp.linalg.slogdet(at.root)[1] if at.root.ndim == 2 else jnp.sum(jnp.log(at.root))
+        log_det = lapack.log_abs_det(at.root) if at.root.ndim == 2 else jnp.sum(jnp.log(at.root))
         volume = log_det + 0.5 * at.mean.shape[0] * LOG_2PI
         return const + volume + log_mean - jnp.where(proper, normaliser, 0.0)
 
@@ -120,16 +120,16 @@ def to_family(family: Family, at: Coordinates) -> Natural:
 @in_x64
 def factor_from(at: Coordinates, precision: Array, shift: Array) -> Natural:
     """The factor exp(b'x - x'Ax / 2) in z. The root must be lower triangular."""
-    half = solve_triangular(at.root, precision, lower=True, trans=1)
-    precision = solve_triangular(at.root, half.T, lower=True, trans=1)
+    half = lapack.solve_lower_transposed(at.root, precision)
+    precision = lapack.solve_lower_transposed(at.root, half.T)
     precision = 0.5 * (precision + precision.T)
-    return Natural(precision, solve_triangular(at.root, shift, lower=True, trans=1) + precision @ at.mean)
+    return Natural(precision, lapack.solve_lower_transposed(at.root, shift) + precision @ at.mean)
 
 
 def with_lower_root(at: Coordinates) -> Coordinates:
     """The same normal with a lower triangular root."""
     with jax.enable_x64(True):
-        upper = jnp.linalg.qr(at.root.T, mode="r")
+        upper = lapack.upper_factor(at.root.T)
         signs = jnp.where(jnp.diagonal(upper) < 0, -1.0, 1.0)
         return at._replace(root=(signs[:, None] * upper).T)
 
@@ -148,4 +148,4 @@ def sds(at: Coordinates) -> Array:
 @in_x64
 def root_of(covariance: Float[Array, "d d"]) -> Float[Array, "d d"]:
     """Its lower triangular root, float64; of one that is symmetric but for rounding."""
-    return jnp.linalg.cholesky(0.5 * (covariance + covariance.T))
+    return lapack.cholesky(0.5 * (covariance + covariance.T))

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.linalg import solve_triangular
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 from numpyro.distributions.util import matrix_to_tril_vec, vec_to_tril_matrix
 
+from numpyro_fed.normal import lapack
 from numpyro_fed.precision import in_x64, to_user_dtype
 
 Array = jax.Array
@@ -187,7 +187,7 @@ def _scaled(precision: Array) -> tuple[Array, Array]:
 def inverse(matrix: Float[Array, "d d"]) -> Float[Array, "d d"]:
     """The inverse of a positive definite matrix, by way of its Cholesky factor; symmetric. NaN if it has none."""
     scaled, scale = _scaled(matrix)
-    half = solve_triangular(jnp.linalg.cholesky(scaled), jnp.diag(1 / scale), lower=True)
+    half = lapack.solve_lower(lapack.cholesky(scaled), jnp.diag(1 / scale))
     return half.T @ half
 
 
@@ -199,8 +199,8 @@ def _moments(kind: str, factor: Natural) -> tuple[Array, Array]:
             return variance * shift, jnp.sqrt(variance)
         # P = U U' with U upper triangular, so inv(U)' is a lower triangular root of the covariance
         scaled, scale = _scaled(precision)
-        upper = jnp.linalg.cholesky(scaled[::-1, ::-1])[::-1, ::-1]
-        root = solve_triangular(upper, jnp.diag(1 / scale), lower=False).T
+        upper = lapack.cholesky(scaled[::-1, ::-1])[::-1, ::-1]
+        root = lapack.solve_upper(upper, jnp.diag(1 / scale)).T
         return root @ (root.T @ shift), root
 
     return run(factor.precision, factor.shift)
@@ -213,7 +213,7 @@ def _proper(kind: str, factor: Natural) -> Array:
         if kind != "full":
             return finite & jnp.all(precision > 0)
         scaled, _ = _scaled(precision)
-        pivots = jnp.diagonal(jnp.linalg.cholesky(scaled)) ** 2
+        pivots = jnp.diagonal(lapack.cholesky(scaled)) ** 2
         return finite & jnp.all(jnp.diagonal(precision) > 0) & jnp.all(pivots > SINGULAR)  # NaN compares as False
 
     return run(factor.precision, factor.shift)

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from numpyro_fed.normal import lapack
+
 Array = jax.Array
 LEAST = 1e-10  # a diagonal below this has no unit
 FLAT = 1e-4  # the least curvature of a step, in a precision with a unit diagonal
@@ -47,7 +49,7 @@ def positive_spectrum(matrix: Float[Array, "*rows d d"], floor: float) -> Spectr
     if matrix.shape[-1] == 1:
         values, vectors = matrix[..., 0], jnp.ones_like(matrix)
     else:
-        values, vectors = jnp.linalg.eigh(matrix)
+        values, vectors = lapack.eigh(matrix) if matrix.ndim == 2 else jnp.linalg.eigh(matrix)
     return Spectrum(jnp.maximum(jnp.abs(values), floor), vectors)
 
 

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
-from jax.scipy.linalg import solve_triangular
 from numpyro.infer.hmc import hmc
 
 from numpyro_fed.local.integrate import Factor
-from numpyro_fed.normal import affine, stein
+from numpyro_fed.normal import affine, lapack, stein
 from numpyro_fed.normal.families import LOG_2PI
 from numpyro_fed.precision import to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
@@ -153,7 +152,7 @@ class HMC(BaseSolver):
         # normal has variances alone
         root = to_user_dtype(affine.root_of(cov))
         log_mean = jnp.sum(jnp.log(jnp.diagonal(root)))
-        lengths = jnp.sum(solve_triangular(root, (some[:, :d] - mean).T, lower=True) ** 2, axis=0)
+        lengths = jnp.sum(lapack.solve_lower(root, (some[:, :d] - mean).T) ** 2, axis=0)
         if size:
             centre, variance = jnp.mean(draws[:, d:], axis=0), jnp.maximum(jnp.var(draws[:, d:], axis=0), FLOOR)
             lengths = lengths + jnp.sum((some[:, d:] - centre) ** 2 / variance, axis=1)
@@ -181,9 +180,9 @@ class HMC(BaseSolver):
         mean, cov = jnp.mean(draws, axis=0), jnp.atleast_2d(jnp.cov(draws.T))
         if self.stein:
             better_mean, better_cov = to_user_dtype(stein.moments(draws, downhill))
-            useful = jnp.linalg.eigvalsh(better_cov)[0] > 0  # before chains have come to rest it may be no covariance
+            useful = lapack.eigvalsh(better_cov)[0] > 0  # before chains have come to rest it may be no covariance
             mean, cov = jnp.where(useful, better_mean, mean), jnp.where(useful, better_cov, cov)
-        values, vectors = jnp.linalg.eigh(cov)
+        values, vectors = lapack.eigh(cov)
         chance = math.sqrt(d / num)
         fits = (values[0] > (1 - chance) ** 2 / WIDE) & (values[-1] < (1 + chance) ** 2 * WIDE)
         fits = fits & (jnp.max(jnp.abs(mean)) < FAR)
