@@ -82,7 +82,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", tiers(CASES, "no locals", "rows, weighted", "long format"))
+@pytest.mark.parametrize("case", tiers(CASES, "no locals", "rows, weighted"))
 def test_mean_over_all_minibatches_is_the_whole_silo(x64, case):
     """Every possible minibatch of two, each as likely: value and gradients average to those of all rows, to 1e-12.
 
@@ -156,6 +156,7 @@ def silos_of(sizes, seed=0):
     return nf.Silos([dict(x=rng.normal(size=n).astype("f"), y=rng.integers(0, 5, n)) for n in sizes])
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_drawn_do_not_move():
     """One round of two rows: the others keep parameters and optimiser state, count included, bit for bit."""
     silos = silos_of((7, 9))
@@ -209,6 +210,7 @@ def test_minibatches_reach_the_posterior():
     assert abs(float(fit.normal().covariance[0, 0] * precision) ** 0.5 - 1) < 0.1
 
 
+@pytest.mark.slow
 def test_bad_batches():
     silos = silos_of((7, 9))
     with pytest.raises(ValueError, match='local_cov="full" ties them together: use local_cov="block"'):

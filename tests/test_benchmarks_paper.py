@@ -142,6 +142,7 @@ def test_prodlda_finds_topics_that_are_there():
     assert sorted(thirds[:, 0]) == [0, 1, 2] and np.mean(thirds == thirds[:, :1]) > 0.9
 
 
+@pytest.mark.slow
 def test_six_cities_runs_from_data_to_figure(tmp_path):
     lines = six_cities_avg.main(six_cities_avg.parse(["--quick", "--out", str(tmp_path)]))
     assert len(lines) == 2

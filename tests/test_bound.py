@@ -194,6 +194,7 @@ def test_nested_rows_form_components(x64):
     np.testing.assert_array_equal(found.terms["y"], v)
 
 
+@pytest.mark.slow
 def test_chained_rows_are_not_separable(x64):
     """A random walk: neighbours meet in a term, so there is no weight per row."""
 

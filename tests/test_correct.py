@@ -275,6 +275,7 @@ def misses(fit: Fit) -> tuple[float, float]:
 SCHOOLS = (np.array([4.424, 0.867]), np.diag([3.302**2, 0.954**2]))
 
 
+@pytest.mark.slow
 def test_a_skewed_posterior() -> None:
     fit = given(nf.EP(schools), school_silos(), *SCHOOLS)
     assert misses(fit)[1] > 0.3  # no normal in log tau has tau's sd
@@ -299,6 +300,7 @@ def crowded(w, y):
         numpyro.sample("y", dist.Normal(mu + jnp.sum(w * b, axis=-1), 0.5), obs=y)
 
 
+@pytest.mark.slow
 def test_locals_that_are_drawn() -> None:
     draws = np.random.default_rng(3)
     data, precision, total = {}, 0.25, 0.0
@@ -320,6 +322,7 @@ def test_locals_that_are_drawn() -> None:
     assert np.sqrt(cov[0, 0] * precision) == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.slow
 def test_other_methods(silos: nf.Silos) -> None:
     """SFVI's guide; theta stays as it is, and the posterior is that given theta."""
 

@@ -50,6 +50,7 @@ def padded(silos: Silos, split: SplitModel, name: str) -> SiloData:
 # --- densities ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_densities_and_derivatives_are_those_of_the_mixture(x64: None) -> None:
     """Row by row, under vmap over ragged silos: value, gradient and Hessian."""
     silos = rows(3, 6, 2)()
@@ -330,6 +331,7 @@ def test_predictions_for_new_rows_of_a_silos_counties_keep_the_counties_classes(
     assert np.all(np.round(np.asarray(new["y"]).mean(0) / 10) == [1, 0])
 
 
+@pytest.mark.slow
 def test_arviz_has_the_log_likelihood_of_the_mixture() -> None:
     silos = apart(6, 4)
     found = known_fit(silos).to_arviz(num_samples=2, log_likelihood=True, posterior_predictive=True)

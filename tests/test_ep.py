@@ -111,6 +111,7 @@ def test_the_posterior_is_the_product_of_its_factors_after_every_round(x64):
         np.testing.assert_allclose(normal.covariance @ np.asarray(q.shift), normal.mean, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_float32_programs_keep_natural_parameters_in_float64():
     silos = regression_silos(4, np.float32)
     fit = run(nf.EP(regression), silos)
@@ -181,6 +182,7 @@ def wide_regression_silos(d, num, rows):
     return nf.Silos(out), cov @ shift, cov
 
 
+@pytest.mark.slow
 def test_draws_of_a_normal_give_its_moments_exactly(x64):
     """Four draws a dimension, whose own covariance is off by half: what gradients say of it is not."""
     silos, mean, cov = wide_regression_silos(25, 2, 60)
@@ -202,6 +204,7 @@ def test_draws_of_a_normal_in_many_dimensions(d, x64):
         assert fit.reasons == ()
 
 
+@pytest.mark.slow
 def test_a_prior_that_is_not_normal_is_the_users_prior_all_the_same(x64):
     """With one factor that is not normal EP's moments are exact."""
     rng = np.random.default_rng(0)
@@ -331,6 +334,7 @@ def logistic(x, y=None):
         numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", tiers(["synchronous", "asynchronous"], "synchronous"))
 def test_fixed_points_are_those_of_variational_inference_on_the_pooled_data(schedule):
     """Silos skewed by label: one has ones only. Both solve the same equations with the same points."""

@@ -24,6 +24,7 @@ def five():
     return run(nf.EP(six_cities_model), silos_of(5, seed=0), 4)
 
 
+@pytest.mark.slow
 def test_six_cities_in_four_rounds(five):
     """Means within 0.06 sds of the exact posterior, sds within 5 %: in five unequal silos, and in two."""
     assert reached(*judged(five)), judged(five)
@@ -32,11 +33,13 @@ def test_six_cities_in_four_rounds(five):
         assert reached(*judged(fit)), (seed, judged(fit))
 
 
+@pytest.mark.slow
 def test_partitioned_variational_inference_on_the_exact_marginal_gets_there_too():
     fit = run(nf.PVI(six_cities_model), silos_of(2, 0), 4)
     assert reached(*judged(fit)), judged(fit)
 
 
+@pytest.mark.slow
 def test_a_silo_that_leaves_is_as_if_it_had_not_been_there(five):
     """After two rounds among the others: the fit that never knew it."""
     left = five.without("silo 3", num_rounds=2)
@@ -48,6 +51,7 @@ def test_a_silo_that_leaves_is_as_if_it_had_not_been_there(five):
     np.testing.assert_allclose(np.sqrt(np.diag(cov)) / sd, 1, atol=0.02)
 
 
+@pytest.mark.slow
 def test_locals_stay_in_their_silo_and_can_be_drawn_there(five):
     """Random intercepts of a silo, against importance sampling of each child given draws of the globals."""
     name = "silo 4"
@@ -73,6 +77,7 @@ def test_locals_stay_in_their_silo_and_can_be_drawn_there(five):
     assert np.all(np.abs(b.std(axis=0) / sd - 1) < 0.12)
 
 
+@pytest.mark.slow
 def test_too_few_nodes_are_noticed():
     method = nf.EP(six_cities_model, solver=nf.solvers.Importance(num_nodes=3, num_points=64))
     with pytest.warns(UserWarning, match=r"3 quadrature nodes a row are too few.*Importance\(num_nodes=7\)"):
@@ -112,6 +117,7 @@ COVERED = {  # a model of each kind that a solver treats differently
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in COVERED if name in MODELS])
 def test_every_structure_can_be_fitted(name):
     """Finite draws of globals and locals, and a posterior that comes to rest."""

@@ -91,6 +91,7 @@ def test_posterior_averaging_finds_the_mode_and_the_posterior(linear):
     np.testing.assert_allclose(np.std(draws, axis=0), np.sqrt(np.diag(cov)), rtol=4 / np.sqrt(2 * 4000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["laplace", "nuts"])
 def test_other_samplers_find_the_mode(sampler):
     silos = unlike()
@@ -111,6 +112,7 @@ def test_a_sampler_of_ones_own_sees_the_silos_log_density():
     assert shift(fit, silos) < 0.5  # noise: each silo's slope is known to sqrt(3 / 200), silos are several sds apart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["iasg", "nuts"])
 def test_the_samples_themselves_have_the_posteriors_covariance(sampler):
     """Without gradients to correct them: Langevin's noise, the scale of a sum over observations."""
@@ -123,6 +125,7 @@ def test_the_samples_themselves_have_the_posteriors_covariance(sampler):
     np.testing.assert_allclose(np.sqrt(np.diag(found)), np.sqrt(np.diag(cov)), rtol=0.15)
 
 
+@pytest.mark.slow
 def test_averages_of_minibatch_steps_have_the_posteriors_covariance():
     """K iterates with batches of B: the posterior of K B observations, rescaled. One silo whose model is right."""
     rng = np.random.default_rng(0)
@@ -154,6 +157,7 @@ def counts(y):
         numpyro.sample("y", dist.Poisson(jnp.exp(mu)), obs=y)
 
 
+@pytest.mark.slow
 def test_curvatures_that_change_along_the_way_do_not_make_it_diverge():
     """A scale far below one, and a logarithm of counts: at the start curvatures are hundreds of times smaller."""
     rng = np.random.default_rng(0)
@@ -251,6 +255,7 @@ def test_rho_zero_is_federated_averaging_of_averaged_iterates(x64):
     np.testing.assert_allclose(fit.state.server.z, expected, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_logistic_regression_comes_close_to_nuts():
     silos = unlike(sizes=(60, 80, 40), classes=True)
     fit = run(nf.FedPA(logistic), silos)
@@ -261,6 +266,7 @@ def test_logistic_regression_comes_close_to_nuts():
     assert np.all((table.sd_ratio > 0.85) & (table.sd_ratio < 1.15))
 
 
+@pytest.mark.slow
 def test_minibatches_reach_the_neighbourhood():
     silos = unlike()
     fit = run(nf.FedPA(regression, batch_size=5, thinning=60, num_warmup=60, num_samples=30), silos)
@@ -270,6 +276,7 @@ def test_minibatches_reach_the_neighbourhood():
 # --- params, many dimensions ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [nf.FedAvg(learned, local_steps=1), nf.FedPA(learned, sampler="laplace")])
 def test_params_are_learned_with_the_globals(method):
     silos = unlike()
@@ -299,6 +306,7 @@ def many_dimensions():
     return silos, run(nf.FedPA(wide, num_samples=8), silos, 10)
 
 
+@pytest.mark.slow
 def test_in_many_dimensions_the_posterior_is_low_rank_and_diagonal(many_dimensions):
     """Fewer observations than parameters: the prior's variances, less what the samples know."""
     _, fit = many_dimensions
@@ -310,6 +318,7 @@ def test_in_many_dimensions_the_posterior_is_low_rank_and_diagonal(many_dimensio
     assert np.all(np.diag(cov) <= 0.1**2 * 1.001) and np.all(np.diag(cov) > 0)
 
 
+@pytest.mark.slow
 def test_low_rank_and_dense_posteriors_agree(many_dimensions, monkeypatch):
     from numpyro_fed.methods import fedpa
 
@@ -337,6 +346,7 @@ def test_the_bound_is_the_evidence_where_the_posterior_is_normal(linear):
 # --- fits ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_cohorts_and_sizes():
     """Half of the silos a round: what was asked in the closing round stands for all."""
     silos = unlike(sizes=(30, 30, 30, 30))

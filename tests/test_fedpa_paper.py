@@ -49,6 +49,7 @@ def test_distances_are_the_papers() -> None:
 # --- Delta ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_dynamic_programme_solves_the_equations() -> None:
     assert max(benchmark.delta_errors((10, 200), (30,), (0.01, 1.0, "oas")).values()) < 1e-11
 

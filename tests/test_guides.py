@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from tiers import tiers
 
 import numpyro_fed as nf
 from numpyro_fed.data.padding import silo_data
@@ -52,7 +53,9 @@ def growth(y):
         numpyro.sample("y", dist.Normal(b.sum(-1) + site, 1.0), obs=y)
 
 
-@pytest.mark.parametrize("guide", LOCAL, ids=lambda g: f"{g.local_cov} {g.coupling} {g.scale_coupling}")
+@pytest.mark.parametrize(
+    "guide", tiers(LOCAL, LOCAL[0]), ids=lambda g: f"{g.local_cov} {g.coupling} {g.scale_coupling}"
+)
 def test_density_of_locals_is_that_of_the_draws(x64, guide):
     """Given z_G, over the real rows; padded rows change neither draws nor density."""
     silos = nf.Silos([dict(y=np.arange(3.0)), dict(y=np.arange(5.0))])

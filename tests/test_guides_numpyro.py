@@ -16,6 +16,7 @@ from numpyro.infer.autoguide import (
     AutoMultivariateNormal,
     AutoNormal,
 )
+from tiers import tiers
 
 import numpyro_fed as nf
 from numpyro_fed import optim
@@ -58,7 +59,7 @@ def positive_guide(y):
         numpyro.sample("a", dist.Gamma(shape, rates))
 
 
-@pytest.mark.parametrize("name", [*FACTORIES, "function"])
+@pytest.mark.parametrize("name", tiers([*FACTORIES, "function"], "AutoNormal", "function"))
 def test_densities_of_globals_belong_to_their_draws(name):
     """E_q[p / q] = 1 for the prior p, which is normalised: each Jacobian counts once. Within 4.5 standard errors."""
     split = split_model(positive, SILOS, check=False)
@@ -122,6 +123,7 @@ def check(fit, mean, sd, shift=0.1, ratio=0.1):
     assert abs(draws.std() / sd - 1) < ratio
 
 
+@pytest.mark.slow
 def test_auto_guides_find_the_posterior():
     silos, mean, sd = conjugate()
     guide = StructuredNormal(global_guide=AutoMultivariateNormal)
@@ -130,6 +132,7 @@ def test_auto_guides_find_the_posterior():
     assert fit.sample_local(jax.random.key(0), 5, silo="1")["a"].shape == (5, 30)
 
 
+@pytest.mark.slow
 def test_flows_find_the_posterior():
     """Two correlated coefficients, no locals; means within 0.1 sd, sds within 10 %."""
 
@@ -192,6 +195,7 @@ def groups_guide(y):
         numpyro.sample("a", dist.Normal(slope * y + pull * mu + own, width))
 
 
+@pytest.mark.slow
 def test_guide_functions_find_the_posterior():
     silos, mean, sd = conjugate()
     fit = nf.SFVI(groups, guide=groups_guide, importance_samples=1).run(

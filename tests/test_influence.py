@@ -108,6 +108,7 @@ def test_without_is_the_posterior_of_the_others(fit: nf.Fit, silos: nf.Silos) ->
     assert alone.sample_local(KEY, 5, silo="york")["b"].shape == (5, SIZES["york"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_rounds_among_the_others(fit: nf.Fit, silos: nf.Silos) -> None:
     """Without the largest silo rows are padded otherwise, and the frames go with them."""
@@ -180,6 +181,7 @@ def test_errors_teach(fit: nf.Fit, silos: nf.Silos) -> None:
                 ask()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_the_others_may_not_determine_the_posterior(fit: nf.Fit, silos: nf.Silos) -> None:
     sites = fit.state.server.sites

@@ -66,6 +66,7 @@ def test_logits_that_start_at_zero(x64):
     assert abs(draws.std() / sd - 1) < 0.05
 
 
+@pytest.mark.slow
 def test_locals_that_start_at_zero():
     fit = nf.EP(villages).run(jax.random.key(0), rare(), progress_bar=False)
     rates = jax.nn.sigmoid(fit.sample_local(jax.random.key(1), 500, silo="0")["effect"])

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.flatten_util import ravel_pytree
 from models import MODELS, NETWORK, Network, last_layer, learned_network, random_network
 from numpyro.contrib.module import nnx_module, random_nnx_module
+from tiers import tiers
 
 import numpyro_fed as nf
 from numpyro_fed.data.padding import silo_data
@@ -48,10 +49,7 @@ METHODS = {
 }
 
 
-SLOW = ("EP", "SEP, Fisher")  # to compile
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in METHODS])
+@pytest.mark.parametrize("name", tiers(METHODS, "SFVI"))
 def test_every_method_takes_a_random_network(name):
     fit = METHODS[name].run(jax.random.key(0), silos(), 2, progress_bar=False)
     draws = fit.sample(jax.random.key(1), 3)
@@ -143,6 +141,7 @@ def test_averaging_learns_a_network_and_shows_its_weights():
     assert "net$params.hidden.kernel[0, 1]" in table.index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["learned network", "last layer"])
 def test_sfvi_learns_a_network_and_keeps_it_in_a_file(name, tmp_path):
     case = MODELS[name]
@@ -155,6 +154,7 @@ def test_sfvi_learns_a_network_and_keeps_it_in_a_file(name, tmp_path):
     assert fit.predict(jax.random.key(1), dict(x=np.zeros((4, 2), "f")), num_samples=5)["y"].shape == (5, 4)
 
 
+@pytest.mark.slow
 def test_a_network_is_learned_in_the_precision_of_the_moment(x64):
     """Though flax makes weights in float32."""
     fit = nf.SFVI(learned_network, **DIAGONAL).run(

@@ -192,6 +192,7 @@ def close(a, b, **tolerance):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
 
 
+@pytest.mark.slow
 def test_one_float32_step_agrees_between_engines_after_a_start():
     """The start searches along lines and accepts or rejects: near a tie, rounding decides. Hence one short step."""
     silos = logistic_silos((3, 6))
@@ -267,6 +268,7 @@ def test_memory_does_not_grow_with_rounds():
     assert sizes[0] == sizes[1] and held() - before < 2 * sizes[0] + 1_000_000
 
 
+@pytest.mark.slow
 def test_message_is_linear_in_the_globals():
     """What leaves a silo: gradients at the draw, at the centre, of theta, and the bound. No local latent, no rows."""
     silos = logistic_silos((30, 60))
@@ -307,6 +309,7 @@ def test_bad_run_arguments(arguments, words):
         nf.SFVI(logistic).run(call.pop("rng_key"), call.pop("silos"), progress_bar=False, **call)
 
 
+@pytest.mark.slow
 def test_resuming_with_other_silos_says_which():
     fit = nf.SFVI(logistic).run(jax.random.key(0), SILOS, 2, progress_bar=False)
     other = nf.Silos({"silo 0": SILOS.own("silo 0"), "york": SILOS.own("silo 1")})

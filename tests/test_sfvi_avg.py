@@ -168,6 +168,7 @@ def test_warm_start_and_back():
     assert abs(together.elbo(num_samples=200) - average.elbo(num_samples=200)) < 0.05
 
 
+@pytest.mark.slow
 def test_a_last_round_that_diverges_is_told():
     """The loss is that of the round's beginning, so what the last round leaves is looked at by itself."""
     silos = regression_silos((20, 30))
@@ -197,6 +198,7 @@ def test_crossed_rows_are_counted_once():
     assert nf.SFVIAvg(crossed).prepare(silos).survey.sizes == (12, 24)
 
 
+@pytest.mark.slow
 def test_one_silo_has_nothing_to_average():
     with pytest.warns(UserWarning, match="one silo, so there is nothing to average"):
         nf.SFVIAvg(groups).run(jax.random.key(0), nf.Silos([dict(y=np.ones(3, "f"))]), 1, progress_bar=False)
@@ -222,6 +224,7 @@ def test_independent_silos_have_their_own_posteriors():
     assert set(table["method"]) == set(silos.names)
 
 
+@pytest.mark.slow
 def test_independent_fits_are_ordinary_fits(tmp_path):
     rng = np.random.default_rng(0)
     silos = nf.Silos({n: dict(y=rng.normal(1.0, 1.1, k).astype("f")) for n, k in (("york", 5), ("leeds", 9))})

@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 from models import MODELS
 from numpyro import handlers
+from tiers import tiers
 
 import numpyro_fed as nf
 
 STRUCTURES = ["nested plates", "silo level", "pairs", "mask", "obs_mask", "constrained locals", "theta", "scan"]
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("name", tiers(STRUCTURES, "pairs"))
 def test_every_structure_can_be_fitted(name):
     case = MODELS[name]
     silos = case.silos()

@@ -251,6 +251,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", tiers(METHODS, "EP, fisher"))
 def test_predictions_in_200_dimensions(which):
     """As good for rows that no silo has seen as the pooled posterior, but for .03 nats (guessing costs .16 more)."""
@@ -311,6 +312,7 @@ def test_prior_in_many_dimensions_is_checked_without_a_matrix(x64):
     assert prior._diagonal(lambda z: -0.5 * z @ z + 0.1 * z[0] * z[1], d, DIAGONAL) is None  # correlated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", (False, True), ids=("EP", "SEP"))
 def test_server_optimiser_moves_sites_not_the_prior(tied):
     """q = prior x sites after every round; gradient descent with a rate of 1 is no optimiser at all."""

@@ -282,7 +282,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("schedule", tiers([COHORTS, "sequential"], COHORTS), ids=["fixed", "sequential"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", tiers(METHODS, "SEP"))
 def test_streamed_equals_vmap_on_a_method(name, schedule):
     """A store does not know the number of all observations, which is guessed right where silos are of one size."""
     method, equal = METHODS[name], lambda i: jax.tree.map(lambda leaf: leaf[:2], read(6 * i + 5))
@@ -296,6 +296,7 @@ def test_streamed_equals_vmap_on_a_method(name, schedule):
         close(column[told:], vmapped.history[name][told:])
 
 
+@pytest.mark.slow
 def test_streamed_equals_vmap_in_float64(x64):
     double = lambda i: jax.tree.map(lambda leaf: leaf[:2].astype("f8"), read(6 * i + 5))
     method = nf.FedAvg(regression, local_steps=3)
@@ -454,7 +455,11 @@ def test_new_units_are_of_no_silo(fit):
         fit.predict(KEY, silo="x")
 
 
-@pytest.mark.parametrize("names", [None, [f"silo {i}" for i in range(12)]], ids=["numbers", "names"])
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(None, marks=pytest.mark.slow), [f"silo {i}" for i in range(12)]],
+    ids=["numbers", "names"],
+)
 def test_a_fit_is_saved_without_data_and_goes_on(names, tmp_path):
     store = SiloStore.from_function(read, 12, names)
     schedule = nf.schedules.sampled(3)
@@ -482,6 +487,7 @@ def test_a_fit_is_saved_without_data_and_goes_on(names, tmp_path):
         run(sep(), SiloStore.from_function(read, 13), 1, schedule=schedule, init_state=half.state)
 
 
+@pytest.mark.slow
 def test_a_silo_that_breaks_the_loss_is_named():
     """Large numbers, in a silo that the example leaves out."""
 
@@ -514,6 +520,7 @@ class Asked(nf.SEP):
         return program._replace(phases=(rounds, check))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:silo .* was not asked")
 @pytest.mark.parametrize("make", [few, lambda: in_memory(12)], ids=["store", "memory"])
 def test_a_closing_round_asks_the_next_cohort_and_may_keep_its_server(make):

@@ -158,6 +158,7 @@ def counts(y: Any) -> None:
         numpyro.sample("y", dist.Poisson(jnp.exp(a)), obs=y)
 
 
+@pytest.mark.slow
 def test_constrained_scalars_are_what_is_compared() -> None:
     """A posterior that is skewed, in few rows: EP matches moments of the log rate, and the check looks at it."""
     silos = nf.Silos([dict(y=np.array([2, 3], np.int32)), dict(y=np.array([1, 4, 2], np.int32))])

@@ -21,7 +21,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.run import survey
 from numpyro_fed.run.prepare import prepare
 
-FEW = ["glmm", "long format", "nested plates", "crossed own plates", "obs_mask", "reshape", "classes of counties"]
+FEW = ["glmm", "long format", "obs_mask", "reshape"]
 
 
 @pytest.mark.parametrize("name", tiers(MODELS, *FEW))
