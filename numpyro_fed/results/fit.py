@@ -144,8 +144,9 @@ class Fit(Fitted):
         its likelihood at them, and the server weighs the points. Draws of the fit that comes back are draws of these
         points, and :attr:`correction` says how far they can be trusted. The locals given the globals stay as they are.
 
-        The silo's message is ``num_points`` values of its log likelihood. They say more about its data than the
-        messages of the method do, so this round is opt-in; it is the last row of the history.
+        The silo's message is ``num_points`` values of its log likelihood, less those that the check at the end of the
+        run has asked for. They say more about its data than the messages of the method do, so this round is opt-in; it
+        is the last row of the history.
 
         Where locals cannot be integrated by quadrature (rows of more than two, or rows that meet) the likelihood is
         estimated from 256 draws a row, afresh at each point. The weights are then right on average but noisy, and the

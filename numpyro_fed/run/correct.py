@@ -10,7 +10,7 @@ it is not, the effective sample size and the Pareto k-hat of the weights say so.
 could be a secure sum.
 
 The message is not a summary like a site. It is the silo's likelihood at S places, S numbers of which the silo's data
-can be read more closely; the round is opt-in.
+can be read more closely; the round is opt-in. (The check at the end of a run asks for the first 256 of them.)
 """
 
 import time
