@@ -108,6 +108,7 @@ def test_gradients_of_the_guide_are_unbiased(case, num):
     assert np.max(error) < 0.05
 
 
+@pytest.mark.slow
 def test_more_draws_tighten_the_bound(case):
     split, data = case
     values = []

@@ -161,6 +161,7 @@ def test_what_it_says(wrong: Fit, corrected: Fit) -> None:
     assert "too few effective points" in told(pareto_k=0.1, log_weights=one - logsumexp(one))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_runs_go_on_from_it(corrected: Fit, silos: nf.Silos) -> None:
     with pytest.raises(ValueError, match=r"of a corrected fit of EP: pass the Fit.*fit\.uncorrected\.state"):

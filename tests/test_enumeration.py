@@ -127,6 +127,7 @@ def test_nothing_but_numpyro_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     split_model(model, Silos([dict(x=normal(j, n, 2), y=normal(j + 9, n)) for j, n in enumerate((3, 5))]))
 
 
+@pytest.mark.slow
 def test_every_discrete_model_has_a_certificate() -> None:
     for name in ("several discrete", "classes of counties", "masked classes"):
         case = MODELS[name]
@@ -188,6 +189,7 @@ def too_many(y):
         numpyro.sample("y", dist.Normal(sum(all_), 1), obs=y)
 
 
+@pytest.mark.slow
 def test_rows_that_look_at_other_rows_are_refused() -> None:
     with pytest.raises(PartitionError, match=r"site 'y' depends on more than one element .*'kind'.*state_\{t\}"):
         split_model(neighbours, rows(5, 3)())

@@ -244,7 +244,8 @@ class Noisy(Laplace):
         return found._replace(natural=noisy)
 
 
-@pytest.mark.parametrize(("runs", "rounds"), [(5, 300), pytest.param(20, 1000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("runs", "rounds"), [(5, 300), (20, 1000)])
 def test_many_noisy_rounds_leave_a_proper_posterior(runs, rounds):
     silos = regression_silos(4, np.float32)
     method = nf.EP(regression, solver=Noisy(), tolerance=0, damping=1.0)
@@ -372,6 +373,7 @@ def test_a_prior_is_normal_only_if_every_coordinate_is(x64):
     assert exact(regression, regression_silos(4))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:silo .* was not asked")
 def test_a_run_goes_on_with_silos_in_another_order(x64):
     """Sites belong to names: a single visit after turning the silos around changes nothing that is already exact."""

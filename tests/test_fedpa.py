@@ -189,6 +189,7 @@ def test_one_silo_is_told_that_there_is_nothing_to_average():
         run(nf.FedAvg(regression, local_steps=2), unlike(sizes=(10,)), 2)
 
 
+@pytest.mark.slow
 def test_posterior_averaging_goes_on_where_it_was():
     """Steps fall over the rounds that are left, and burn-in is not counted twice."""
     silos = unlike()
@@ -329,6 +330,7 @@ def test_low_rank_and_dense_posteriors_agree(many_dimensions, monkeypatch):
     np.testing.assert_allclose(*covariances, atol=2e-3 * 0.1**2)
 
 
+@pytest.mark.slow
 def test_the_messages_are_as_long_as_the_parameters(many_dimensions, linear):
     for (silos, fit), d, num in ((many_dimensions, WIDE, 8), (linear, D, 3)):
         up = fit.history["bytes_up"] / silos.num_silos

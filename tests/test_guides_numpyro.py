@@ -59,7 +59,7 @@ def positive_guide(y):
         numpyro.sample("a", dist.Gamma(shape, rates))
 
 
-@pytest.mark.parametrize("name", tiers([*FACTORIES, "function"], "AutoNormal", "function"))
+@pytest.mark.parametrize("name", tiers([*FACTORIES, "function"], "function"))
 def test_densities_of_globals_belong_to_their_draws(name):
     """E_q[p / q] = 1 for the prior p, which is normalised: each Jacobian counts once. Within 4.5 standard errors."""
     split = split_model(positive, SILOS, check=False)
@@ -79,6 +79,7 @@ def test_densities_of_globals_belong_to_their_draws(name):
 GUIDE = positive_guide
 
 
+@pytest.mark.slow
 def test_densities_of_locals_belong_to_their_draws(x64):
     """A guide function's local sites, row by row, against the density written out; padded rows count nothing."""
     silos = nf.Silos([dict(y=np.arange(n) / 3.0) for n in (3, 5)])
@@ -154,6 +155,7 @@ def test_flows_find_the_posterior():
     np.testing.assert_allclose(draws.std(axis=0), sd, rtol=0.1)
 
 
+@pytest.mark.slow
 def test_auto_delta_is_the_mode():
     """As in NumPyro, of the constrained density: a LogNormal-like posterior of one positive global, by hand."""
 
@@ -217,6 +219,7 @@ def amortised():
     return method.run(jax.random.key(0), silos, 5000, progress_bar=False), mean, sd
 
 
+@pytest.mark.slow
 def test_encoders_find_the_posterior(amortised):
     check(*amortised, shift=0.05, ratio=0.05)
 

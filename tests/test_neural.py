@@ -60,6 +60,7 @@ def test_every_method_takes_a_random_network(name):
     assert fit.params == {}
 
 
+@pytest.mark.slow
 def test_what_a_fit_can_do_with_a_random_network(tmp_path):
     method = METHODS["SFVI"]
     fit = method.run(jax.random.key(0), silos(), 2, progress_bar=False)

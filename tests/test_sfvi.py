@@ -215,6 +215,7 @@ def test_sampled_cohorts_reach_the_same_answer():
     np.testing.assert_array_equal(fit.history["bytes_up"][-6000:] * 8, everyone.history["bytes_up"][-1] * 3)
 
 
+@pytest.mark.slow
 def test_nothing_compiles_twice():
     """A second run with the same shapes, other data and another number of rounds reuses every program."""
     method = nf.SFVI(logistic)

@@ -62,6 +62,7 @@ def posterior(fit):
 # --- what a round does ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", tiers(["equal", "size"], "size"))
 def test_a_round_is_local_steps_and_a_barycenter(x64, weights):
     """One round against SFVI run in each silo by itself, whose bound is scaled by handlers.scale, and the average."""
@@ -177,6 +178,7 @@ def test_a_last_round_that_diverges_is_told():
     assert np.all(np.isfinite(posterior(told.value.fit)[0]))
 
 
+@pytest.mark.slow
 def test_absent_silos_count_their_own_steps():
     """With one silo of three a round, a silo's steps fall over a third of all rounds."""
     silos = regression_silos((20, 30, 40))

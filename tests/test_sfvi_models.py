@@ -12,6 +12,7 @@ import numpyro_fed as nf
 STRUCTURES = ["nested plates", "silo level", "pairs", "mask", "obs_mask", "constrained locals", "theta", "scan"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiers(STRUCTURES, "pairs"))
 def test_every_structure_can_be_fitted(name):
     case = MODELS[name]

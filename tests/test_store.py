@@ -305,6 +305,7 @@ def test_streamed_equals_vmap_in_float64(x64):
     np.testing.assert_allclose(streamed.sample(KEY, 1)["beta"], vmapped.sample(KEY, 1)["beta"], rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [nf.FedAvg(regression, local_steps=2), nf.FedPA(regression)], ids=["FedAvg", "FedPA"]
 )

@@ -134,6 +134,7 @@ def test_a_far_posterior_is_not_to_be_trusted(silos: nf.Silos) -> None:
     assert found.status == "not to be trusted" and found.pareto_k > 0.7 and "Pareto k" in found.reasons[0]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_checked_is_said(silos: nf.Silos) -> None:
     run = dict(progress_bar=False, check=True)
     guide = nf.guides.StructuredNormal(global_guide=AutoIAFNormal, coupling=False)

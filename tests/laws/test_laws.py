@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import HALF, KEY, Runs, another_program, close, same
+from runs import HALF, KEY, Runs, another_program, close, every_method, same
 from table import counties
 
 import numpyro_fed as nf
@@ -65,6 +65,7 @@ def test_the_order_of_silos_changes_nothing(runs: Runs) -> None:
     close(own_states(runs, runs.whole), own_states(runs, runs.turned))
 
 
+@pytest.mark.parametrize("runs", every_method("EP", "PVI", "SFVIAvg", "FedPA"), indirect=True, scope="session")
 def test_padding_changes_nothing(runs: Runs) -> None:
     assert runs.padded.padded != runs.plain.padded
     close(runs.plain.state.server, runs.padded.state.server)

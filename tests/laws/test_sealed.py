@@ -20,6 +20,7 @@ def test_a_seal_can_break() -> None:
         np.asarray(sealed(silos_for(counties))["york"]["x"])
 
 
+@pytest.mark.slow
 def test_independent_silos_are_sealed_from_one_another() -> None:
     method, silos = nf.Independent(counties, start_rounds=1), silos_for(counties)
     fits = method.run(KEY, sealed(silos), 2, engine=nf.engines.Loopback(), progress_bar=False)
@@ -40,6 +41,7 @@ def test_only_a_room_that_somebody_opened_can_be_read() -> None:
         prepared.stack.data("york")
 
 
+@pytest.mark.slow
 def test_silos_join_and_leave_unread() -> None:
     fit = nf.EP(homes).run(KEY, sealed(silos_for(homes, "leeds", "york")), 2, progress_bar=False)
     joined = fit.add(KEY, sealed(silos_for(homes, "hull")), 1)
@@ -56,6 +58,7 @@ def covered(slope, county, num_counties, x, y=None):
         numpyro.sample("y", dist.Normal(alpha[county] + x, 0.5), obs=y)
 
 
+@pytest.mark.slow
 def test_new_units_of_a_silo_are_predicted_in_its_room() -> None:
     data = {
         name: dict(**args, slope=np.linspace(0, 1, args["num_counties"]).astype("f"))
