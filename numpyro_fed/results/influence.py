@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pandas as pd
-from scipy.stats import chi2
 
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import PyTree
@@ -25,12 +24,11 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.model.layout import real_rows
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.families import Family, Natural, product, quotient, summed
-from numpyro_fed.results.influence_tables import Conflict, Influence
+from numpyro_fed.results.influence_tables import Influence
 from numpyro_fed.results.state import Fresh, State
 from numpyro_fed.results.value import Fitted
 
 F = TypeVar("F", bound=Fitted)
-NOTHING = 1e-6  # a direction in which a site adds less than this share to the others' precision says nothing
 Rows = dict[str, tuple[np.ndarray, np.ndarray]]  # {group: places of a silo's real rows in an old state, in a new one}
 
 
@@ -70,7 +68,7 @@ class HasSites(Protocol):
 
 def without(fit: F, names: str | Sequence[str], num_rounds: int, rng_key: Any) -> F:
     """See :meth:`numpyro_fed.results.fit.Fit.without`."""
-    posterior = _with_sites(fit, "without")
+    posterior = with_sites(fit, "without")
     began = time.perf_counter()
     gone = (names,) if isinstance(names, str) else tuple(names)
     for name in gone:
@@ -84,7 +82,7 @@ def without(fit: F, names: str | Sequence[str], num_rounds: int, rng_key: Any) -
         )
     _check_rounds(num_rounds)
     server = posterior.reordered(fit.state.server, [fit.state.names.index(name) for name in rest])
-    factors = _factors(posterior, server)
+    factors = factors_of(posterior, server)
     proper = bool(factors.family.proper(factors.product))
     if num_rounds == 0:
         if not proper:
@@ -104,7 +102,7 @@ def without(fit: F, names: str | Sequence[str], num_rounds: int, rng_key: Any) -
 
 def add(fit: F, rng_key: Any, silos: Silos, num_rounds: int) -> F:
     """See :meth:`numpyro_fed.results.fit.Fit.add`."""
-    posterior = _with_sites(fit, "add")
+    posterior = with_sites(fit, "add")
     began, key = time.perf_counter(), check_key(rng_key)
     if getattr(silos, "lazy", True):
         raise TypeError(
@@ -129,7 +127,7 @@ def add(fit: F, rng_key: Any, silos: Silos, num_rounds: int) -> F:
     return replace(found, seconds=time.perf_counter() - began)
 
 
-def _with_sites(fit: Fitted, what: str) -> HasSites:
+def with_sites(fit: Fitted, what: str) -> HasSites:
     """The posterior, when it has a factor for each silo."""
     if fit.correction is not None:
         raise TypeError(f"a corrected posterior has no sites: use fit.uncorrected.{what}(...)")
@@ -143,9 +141,9 @@ def _with_sites(fit: Fitted, what: str) -> HasSites:
     )
 
 
-def _factors(posterior: HasSites, server: PyTree) -> Factors:
+def factors_of(posterior: HasSites, server: PyTree) -> Factors:
     factors = posterior.sites(server)
-    assert factors is not None, "asked for by _with_sites"
+    assert factors is not None, "asked for by with_sites"
     return factors
 
 
@@ -236,40 +234,40 @@ def _states(fit: Fitted, posterior: HasSites, fresh: Fresh, b: int) -> PyTree:
         return jax.tree.map(lambda *rows: jnp.stack(rows), *out)
 
 
-# --- who moved the posterior, and who disagrees ---------------------------------------------------------------------
+# --- who moved the posterior ----------------------------------------------------------------------------------------
 
 
-class _Moments(NamedTuple):
+class Moments(NamedTuple):
     mean: np.ndarray  # (d,)
     covariance: np.ndarray  # (d, d)
 
 
-def _moments(family: Family, factor: Natural) -> _Moments | None:
+def moments_of(family: Family, factor: Natural) -> Moments | None:
     """Of a proper factor, float64; None of an improper one."""
     if not bool(family.proper(factor)):
         return None
     covariance = np.asarray(family.covariance(factor), np.float64)
-    return _Moments(np.asarray(family.mean(factor)), covariance if covariance.ndim == 2 else np.diag(covariance))
+    return Moments(np.asarray(family.mean(factor)), covariance if covariance.ndim == 2 else np.diag(covariance))
 
 
-def _cavities(factors: Factors, names: tuple[str, ...]) -> tuple[_Moments, list[tuple[str, Natural, _Moments | None]]]:
+def cavities(factors: Factors, names: tuple[str, ...]) -> tuple[Moments, list[tuple[str, Natural, Moments | None]]]:
     """The posterior, and of each silo its site and the posterior without it."""
     q = factors.product
-    found = _moments(factors.family, q)
+    found = moments_of(factors.family, q)
     if found is None:
         raise ValueError("the posterior itself is improper, so nothing can be read off it: run more rounds")
     each = []
     for j, name in enumerate(names):
         with jax.enable_x64(True):
             site = jax.tree.map(lambda leaf, j=j: leaf[j], factors.each)
-        each.append((name, site, _moments(factors.family, quotient(q, site))))
+        each.append((name, site, moments_of(factors.family, quotient(q, site))))
     return found, each
 
 
 def influence(fit: Fitted) -> Influence:
     """See :meth:`numpyro_fed.results.fit.Fit.influence`."""
-    factors = _factors(_with_sites(fit, "influence"), fit.state.server)
-    (mean, covariance), each = _cavities(factors, fit.state.names)
+    factors = factors_of(with_sites(fit, "influence"), fit.state.server)
+    (mean, covariance), each = cavities(factors, fit.state.names)
     sd = np.sqrt(np.diagonal(covariance))
     nan = np.full(len(sd), np.nan)
     rows = []
@@ -281,49 +279,3 @@ def influence(fit: Fitted) -> Influence:
             for parameter, s, r in zip(fit.split.coordinate_names(), shift, ratio, strict=True)
         ]
     return Influence(pd.DataFrame(rows))
-
-
-def conflict(fit: Fitted) -> Conflict:
-    """See :meth:`numpyro_fed.results.fit.Fit.conflict`."""
-    factors = _factors(_with_sites(fit, "conflict"), fit.state.server)
-    q, each = _cavities(factors, fit.state.names)
-    names = fit.split.coordinate_names()
-    rows, by_parameter = [], []
-    for name, site, cavity in each:
-        if cavity is None:
-            statistic, df, z = np.nan, 0, np.full(len(names), np.nan)
-        else:
-            dense = factors.family.dense(site)
-            statistic, df = disagreement(*cavity, np.asarray(dense.precision), np.asarray(dense.shift))
-            gained = np.diagonal(cavity.covariance) - np.diagonal(q.covariance)
-            known = gained > NOTHING * np.diagonal(cavity.covariance)
-            z = np.where(known, (q.mean - cavity.mean) / np.sqrt(np.where(known, gained, 1.0)), np.nan)
-        p_value = float(chi2.sf(statistic, df)) if df else np.nan
-        rows.append({"silo": name, "statistic": statistic, "df": df, "p_value": p_value})
-        by_parameter += [{"silo": name, "parameter": p, "z": value} for p, value in zip(names, z, strict=True)]
-    return Conflict(pd.DataFrame(rows), pd.DataFrame(by_parameter))
-
-
-def disagreement(
-    mean: np.ndarray, covariance: np.ndarray, precision: np.ndarray, shift: np.ndarray
-) -> tuple[float, int]:
-    r"""Distance of a normal c from a factor t, and its degrees of freedom.
-
-    With :math:`C_c = L L^\top` and :math:`x = L^{-1}(z - m_c)`, c is standard normal and t has the precision
-    :math:`A = L^\top P_t L` and the shift :math:`r = L^\top (h_t - P_t m_c)`. In an eigen-direction of A with value
-    :math:`\lambda`, t stands for an observation :math:`r / \lambda` of x with variance :math:`1 / \lambda`, which c
-    expects to be normal with mean 0 and variance :math:`1 + 1 / \lambda`. So the sum over directions of
-
-    .. math:: \frac{(r / \lambda)^2}{1 + 1 / \lambda} = \frac{r^2}{\lambda^2 + \lambda}
-
-    is chi-square where both agree. Where t is proper it is
-    :math:`(m_c - m_t)^\top (C_c + C_t)^{-1} (m_c - m_t)`. Directions of which t says nothing (or, as a site may, less
-    than nothing) are left out.
-    """
-    root = np.linalg.cholesky(covariance)
-    values, vectors = np.linalg.eigh(root.T @ precision @ root)
-    r = vectors.T @ (root.T @ (shift - precision @ mean))
-    known = values > NOTHING * max(1.0, values[-1])
-    if not known.any():
-        return np.nan, 0
-    return float(np.sum(r[known] ** 2 / (values[known] ** 2 + values[known]))), int(known.sum())

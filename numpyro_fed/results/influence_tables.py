@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 SHOWN, ACROSS = 30, 16  # silos and parameters of a table or plot
+P_VALUES = ("p_value", "family_wise")
 
 
 @dataclass(frozen=True)
@@ -60,30 +61,42 @@ class Influence(_Reading):
 
 @dataclass(frozen=True, repr=False)
 class Conflict(_Reading):
-    """Whether each silo agrees with the others (and the prior). Made by :meth:`numpyro_fed.Fit.conflict`.
+    r"""Whether each silo agrees with the others (and the prior). Made by :meth:`numpyro_fed.Fit.conflict`.
 
     Attributes:
-        table: one row a silo: ``statistic``, ``df`` (directions of which the silo knows something) and ``p_value``.
-        by_parameter: one row a silo and parameter (of the unconstrained globals): ``z``, standard normal where silo
-            and others agree.
+        table: one row a silo: ``parameter`` and ``z`` of its largest cautious z, ``p_value`` (times the number of
+            parameters) and ``family_wise`` (times the number of silos, too). With ``normal_factors=True`` also
+            ``statistic`` and ``df`` (directions of which the silo knows something) of a chi-square, whose p-value it
+            then is. NaN where the others alone do not determine the posterior.
+        by_parameter: one row a silo and parameter (of the unconstrained globals): ``z``, about standard normal
+            where silo and others agree, and ``cautious_z`` (:meth:`numpyro_fed.Fit.conflict`).
+        correlations: whether the family keeps them; where it does not, z may be too large.
     """
 
     by_parameter: pd.DataFrame = field(default_factory=pd.DataFrame)
+    correlations: bool = True
 
     def _shown(self) -> pd.DataFrame:
         found = self.table.set_index("silo").sort_values("p_value", kind="stable", na_position="first")
-        told = found["p_value"].map(lambda p: None if np.isnan(p) else f"{p:.3g}")
-        shown = found.assign(statistic=found["statistic"].round(2), p_value=told).rename_axis(None)
+        told = {name: found[name].map(lambda p: None if np.isnan(p) else f"{p:.3g}") for name in P_VALUES}
+        shown = found.drop(columns=["parameter", "z"]).assign(**told).rename_axis(None)
+        if "statistic" in shown:
+            shown["statistic"] = shown["statistic"].round(2)
         return shown.join(_foremost(_wide(self.by_parameter, "z").round(2) + 0.0).add_prefix("z "))
 
     def notes(self) -> list[str]:
-        improper, p = _missing(self.table, "statistic"), self.table.set_index("silo")["p_value"].dropna()
+        improper, found = _missing(self.table, "p_value"), self.table.dropna(subset="p_value")
         lines = []
-        if len(p):
+        if len(found):
+            least = found.loc[found["p_value"].idxmin()]
+            num = self.by_parameter["parameter"].nunique()
+            what = "over all directions" if "statistic" in found else f"in {least['parameter']}, of {num} looked at"
             lines.append(
-                f"The smallest p-value is {p.idxmin()}'s: {p.min():.3g}; times {len(p)} silos looked at, "
-                f"{min(1.0, len(p) * p.min()):.3g}."
+                f"The smallest p-value is {least['silo']}'s, {what}: {least['p_value']:.3g}; with {len(found)} silos "
+                f"looked at, {least['family_wise']:.3g}."
             )
+        if not self.correlations:
+            lines.append("The family keeps no correlations: where parameters are correlated z are too large.")
         return lines + [_improper(improper)] * bool(improper) + _left_out(self.by_parameter)
 
     def plot(self) -> Any:
