@@ -35,8 +35,7 @@ class Fit(Fitted):
         history: ``{name: array}``, one row a round, those of the start included; the survey's bytes are in the first.
         records: what the survey and each phase cost: ``phase``, ``rounds``, ``bytes_up``, ``bytes_down``.
         seconds: wall time of the run, compilation included.
-        verdict: whether the fit is to be trusted (:class:`numpyro_fed.results.verdict.Verdict`).
-        reasons: what of it the rounds themselves showed; empty if they showed nothing.
+        reasons: what the rounds themselves showed against the posterior; part of :attr:`verdict`.
     """
 
     def normal(self) -> Normal:
