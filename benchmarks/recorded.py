@@ -46,14 +46,6 @@ SWEEPS = 3  # times that every silo is asked by the others
 FUSES, CLOSE = 1e-6, 1e-3
 NO_SPREAD = 1e-9  # of its mean: a point's sd is rounding
 VERDICTS = ("equal", "fuses", "close", "DIFFERS")
-EXPECTED = (  # warnings of runs that are too short
-    r".*the posterior is not yet that of all silos",
-    r"the posterior still moves by",
-    r".*quadrature nodes a row are too few",
-    r"the silos' precisions and the prior's add up to a posterior that is flat",
-)
-
-
 # --- models and data --------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +164,7 @@ PROBLEMS = {
 
 
 def run(method: Any, seed: int, problem: Problem, num_rounds: int, **options: Any) -> Any:
-    return method.run(jax.random.key(seed), problem.silos(), num_rounds, progress_bar=False, **options)
+    return method.run(jax.random.key(seed), problem.silos(), num_rounds, progress_bar=False, check=False, **options)
 
 
 def sfvi(problem: Problem, seed: int, **options: Any) -> nf.Fit:
@@ -328,8 +320,7 @@ def locals_of(fit: nf.Fit, silo: str, found: Record) -> Record:
 def recorded(problem: Problem, case: Callable[[int], Any], seed: int) -> Record:
     """A case's fit with one seed, as arrays."""
     with warnings.catch_warnings():
-        for message in EXPECTED:
-            warnings.filterwarnings("ignore", message)
+        warnings.simplefilter("ignore", nf.VerdictWarning)  # runs are too short
         fit = case(seed)
     first = problem.silos().names[0]
     if isinstance(fit, Mapping):  # a fit for each silo

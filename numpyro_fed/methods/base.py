@@ -5,6 +5,7 @@ A method is a frozen dataclass of settings that compiles to a program of phases 
 (:mod:`numpyro_fed.run.runner`) run the program, and returns a :class:`~numpyro_fed.results.fit.Fit`.
 """
 
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -143,7 +144,7 @@ class Method:
             evidence = checked(runner, program.posterior, prepared.survey, left.server, left.interrupted)
         found = fit(left, states, evidence)
         if progress_bar:
-            tqdm.write(f"verdict: {found.verdict.status}")
+            tqdm.write(f"verdict: {found.verdict.status}", file=sys.stderr)  # beside the bar
         return found
 
     def _plan(self, silos: Any, schedule: Schedule, num_rounds: int | None, engine: Engine) -> Plan:
