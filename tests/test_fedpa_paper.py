@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import pytest
+from scipy import stats
 
 from benchmarks import posterior_averaging as benchmark
 
@@ -38,11 +39,16 @@ def test_a_path_is_that_of_a_run_from_its_start() -> None:
 
 @pytest.mark.slow
 def test_distances_are_the_papers() -> None:
-    """Within 10 %, or 0.1, or two sds of what one run of five starts gives: the paper shows one."""
+    """Within 10 %, or 0.1, or of FedPA within what chance does to one run of five starts: the paper shows one.
+
+    The sd of such a run is known from six, so a run and their mean are apart by sqrt(1 + 1/6) sds times a Student t of
+    5 degrees; eight of FedPA's values are looked at, at 5 % together.
+    """
+    chance = stats.t.ppf(1 - 0.05 / 2 / 8, 5) * np.sqrt(1 + 1 / 6)
     for name, far in benchmark.playground(num_seeds=6).items():
         mean, sd = far.mean(axis=(0, 1)), far.mean(axis=1).std(axis=0, ddof=1)
         paper = np.array(benchmark.PAPER[name])
-        room = np.maximum(np.maximum(0.1 * paper, 0.1), 2 * sd if name.startswith("FedPA") else 0)
+        room = np.maximum(np.maximum(0.1 * paper, 0.1), chance * sd if name.startswith("FedPA") else 0)
         assert np.all(np.abs(mean - paper) <= room), (name, mean, sd)
 
 
