@@ -107,9 +107,12 @@ class Left(NamedTuple):
     """What phases leave behind, for those after them and for the fit."""
 
     warm: Any = None  # a WarmStart (numpyro_fed.local.start): where a mode search, or another fit, ended
+    reached: float = 0.0  # log density there
+    unsure: bool = False  # the search had not converged: another is made, where the program has one
     server: PyTree = None  # the method's own server state: of its rounds, or of a run that is gone on with
     reasons: tuple[str, ...] = ()  # why the posterior is to be doubted, and what to type
     moving: bool = False  # one of these is that it had not come to rest
+    hints: tuple[str, ...] = ()  # what would explain a posterior that is wrong, and by itself does not make it so
     interrupted: bool = False
 
 
@@ -151,6 +154,8 @@ class Phase(NamedTuple):
     done: Callable[[dict[str, Any]], bool] | None = None
     # (left, server state at the end, info of the last rounds) -> Left; None: nothing finite was met.
     finish: Callable[[Left, PyTree, dict[str, Any]], "Left | None"] = _finish
+    # (left.warm, silo state at the end) -> what the next phase may know of its locals. Of a start; in the silo.
+    leave_silo: Callable[[PyTree, PyTree], PyTree] | None = None
     cohort: int | None = None  # silos in a round; None: the schedule's (a check asks all, or the next random cohort)
     role: str = "rounds"
     effort: str = "most"  # of the compiler: "most" for thousands of rounds, "some" for tens, "least" for a few

@@ -26,6 +26,7 @@ from numpyro_fed.normal.newton import Spectrum, positive_spectrum
 
 Array = jax.Array
 FLAT = 1e-4  # the least curvature of a row, in units of its prior
+LEAST_DAMPING = 1e-3  # of a row's steps; below it they are Newton's own
 
 
 class Conditional(NamedTuple):
@@ -109,13 +110,27 @@ def standard_local_laplace(split: SplitModel, data: SiloData) -> LocalLaplace:
     )
 
 
-def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data: SiloData, steps: Any) -> LocalLaplace:
-    """Newton's method on the locals of a silo, given the globals, row by row, from ``loc``.
+class _Rows(NamedTuple):
+    """Newton's search in all rows at once: where they are, what is known there, and how much their steps are damped."""
 
-    A row's curvature is found by moving all rows of a group at once: exact when rows are independent given z_G. Where
-    they are not, the step is still uphill, and its length is searched. (Not the damped search of
-    :mod:`numpyro_fed.normal.newton`: that needs the Hessian of everything it moves, and here there are many rows, each
-    with a small one; a fixed number of steps keeps all silos in step, and each begins where the last one ended.)
+    loc: dict[str, Array]  # {group: (rows, k)}
+    slope: dict[str, Array]  # of the log density, {group: (rows, k)}
+    spectrum: dict[str, Spectrum]  # of each row's negative Hessian
+    damping: dict[str, Array]  # {group: (rows,)}, in units of the row's largest curvature
+
+
+def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data: SiloData, steps: Any) -> LocalLaplace:
+    r"""Newton's method on the locals of a silo, given the globals, row by row, from ``loc``.
+
+    A row's curvature is found by moving all rows of a group at once: exact when rows are independent given z_G. A row
+    accepts its own step s, from slope g to slope g', where the density rose along it by the trapezium's rule,
+
+    .. math:: \tfrac12 (g + g')^\top s \ge 0
+
+    and else stays and takes a shorter one, so that one row that goes too far holds up no other. Where rows meet, slopes
+    tell of that too: a step that all of them together took too far is refused by those that gave it. (Not the search of
+    :mod:`numpyro_fed.normal.newton`, which needs the Hessian of everything it moves: here are many rows, each with a
+    small one, and a fixed number of steps keeps all silos in step.)
     """
     # padded rows, and elements that a mask leaves out, stay where they are with a scale of one
     active = split.evaluate(z, loc, theta, data).active
@@ -125,42 +140,43 @@ def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data:
 
     gradient = jax.grad(density)
 
-    def curvature(z_local: dict) -> dict[str, Spectrum]:
-        """Of each row's negative Hessian."""
-        out = {}
+    def look(z_local: dict) -> tuple[dict, dict]:
+        """The slope there, and the spectrum of each row's negative Hessian."""
+        slope, push = jax.linearize(gradient, z_local)
+        spectra = {}
         for group in split.groups:
 
             def column(a: Array, group: Any = group) -> Array:
                 tangent = {g: jnp.zeros_like(value) for g, value in z_local.items()}
                 tangent[group.name] = tangent[group.name].at[:, a].set(1.0)
-                return jax.jvp(gradient, (z_local,), (tangent,))[1][group.name]
+                return push(tangent)[group.name]
 
             hessian = -jnp.moveaxis(jax.vmap(column)(jnp.arange(group.size)), 0, -1)
             hessian = 0.5 * (hessian + jnp.swapaxes(hessian, -1, -2))
             real = active[group.name]
             hessian = jnp.where(real[:, :, None] & real[:, None, :], hessian, jnp.eye(group.size))
-            out[group.name] = positive_spectrum(hessian, FLAT)
-        return out
+            spectra[group.name] = positive_spectrum(hessian, FLAT)
+        return {g: jnp.where(active[g], slope[g], 0.0) for g in slope}, spectra
 
-    lengths = jnp.array([1.0, 0.3, 0.05, 0.0])
+    def improve(i: Any, now: _Rows) -> _Rows:
+        step = {g: _damped(now.spectrum[g], now.damping[g]).solve(now.slope[g]) for g in now.loc}
+        trial = jax.tree.map(jnp.add, now.loc, step)
+        slope, spectrum = look(trial)
+        better = {g: _rose(now.slope[g], slope[g], step[g], spectrum[g]) for g in step}
 
-    def improve(i: Any, carry: tuple[dict, dict]) -> tuple[dict, dict]:
-        z_local, _ = carry
-        spectrum, slope = curvature(z_local), gradient(z_local)
-        step = {g: jnp.where(active[g], spectrum[g].solve(slope[g]), 0.0) for g in z_local}
+        def keep(g: str, new: Array, old: Array) -> Array:
+            return jnp.where(better[g].reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-        def at(length: Array) -> dict:
-            return jax.tree.map(lambda value, s: value + length * s, z_local, step)
+        return _Rows(
+            {g: keep(g, trial[g], now.loc[g]) for g in step},
+            {g: keep(g, slope[g], now.slope[g]) for g in step},
+            {g: Spectrum(*(keep(g, *pair) for pair in zip(spectrum[g], now.spectrum[g], strict=True))) for g in step},
+            {g: jnp.where(better[g], 0.1 * now.damping[g], 10 * now.damping[g] + 0.1) for g in step},
+        )
 
-        values = jax.lax.map(lambda length: density(at(length)), lengths)
-        values = jnp.where(jnp.isfinite(values), values, -jnp.inf)
-        best = jnp.max(values)
-        # the longest step that is as good as the best up to rounding: near the mode all are, and Newton's is right
-        longest = lengths[jnp.argmax(values >= best - 1e-6 * (1 + jnp.abs(best)))]
-        return at(jnp.where(i < steps, longest, 0.0)), spectrum  # the last time only to see the curvature there
-
-    unknown = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(curvature, loc))
-    loc, spectrum = jax.lax.fori_loop(0, steps + 1, improve, (loc, unknown))
+    at_rest = {group.name: jnp.zeros(loc[group.name].shape[0], loc[group.name].dtype) for group in split.groups}
+    found = jax.lax.fori_loop(0, steps, improve, _Rows(loc, *look(loc), at_rest))
+    loc, spectrum = found.loc, found.spectrum
     cross = jax.vmap(lambda e: jax.jvp(lambda z: jax.grad(density)(loc, z), (z,), (e,))[1])(jnp.eye(split.dim))
     coupling, root, diagonal = {}, {}, {}
     for group in split.groups:
@@ -173,6 +189,20 @@ def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data:
         else:
             root[group.name] = jnp.linalg.cholesky(jnp.einsum("rij,rj,rkj->rik", vectors, 1 / values, vectors))
     return LocalLaplace(z, loc, coupling, root, diagonal)
+
+
+def _damped(spectrum: Spectrum, damping: Array) -> Spectrum:
+    values = spectrum.values
+    least = (LEAST_DAMPING < damping)[:, None] * damping[:, None] * jnp.max(values, axis=-1, keepdims=True)
+    return spectrum._replace(values=values + least)
+
+
+def _rose(slope: Array, new: Array, step: Array, spectrum: Spectrum) -> Array:
+    """Whether each row's density rose along its step, or fell by no more than rounding."""
+    gain = jnp.sum(step * slope, axis=-1)
+    rise = 0.5 * (gain + jnp.sum(step * new, axis=-1))
+    fine = jnp.all(jnp.isfinite(new), axis=-1) & jnp.all(jnp.isfinite(spectrum.values), axis=-1)
+    return fine & (rise >= -1e-3 * gain - 1e-6)
 
 
 def draw_rows(key: Array, split: SplitModel, mask: dict[str, Array], num: int) -> dict[str, Array]:

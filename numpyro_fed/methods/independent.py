@@ -104,8 +104,9 @@ class Independent(SFVI):
     def compile(self, split: SplitModel, survey: Survey, plan: Plan) -> Program:
         together = super().compile(split, survey.only(0), plan)
         phases = [phase._replace(algorithm=_alone(phase.algorithm)) for phase in together.phases]
+        phases = [*phases[:1], phases[-1]] if len(phases) > 1 else phases  # each silo's own search, once
         if len(phases) > 1:
-            phases[0] = phases[0]._replace(finish=_all_started)
+            phases[0] = phases[0]._replace(begin=lambda left, fresh: Begun(fresh), finish=_all_started)
         begin = together.phases[-1]
 
         def begin_silo(given: tuple, state: Alone, local: Alone | None) -> Alone:

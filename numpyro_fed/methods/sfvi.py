@@ -35,7 +35,7 @@ from numpyro_fed.model.observations import silo_terms
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.optim import DEFAULT, ENCODER, check_optim, with_horizon
-from numpyro_fed.run.mode import MAX_DIM, MAX_ROUNDS, mode_phase
+from numpyro_fed.run.mode import MAX_DIM, MAX_ROUNDS, mode_phases
 
 Array = jax.Array
 IMPORTANCE_SAMPLES = 10  # per row, where rows are separable
@@ -135,7 +135,7 @@ class SFVI(Method):
         share = 1.0 if plan.cohort is None else plan.cohort / survey.num_silos
         phases = [self._rounds_phase(split, guide, algorithm, rounds, share)]
         if self._can_start(split):
-            phases.insert(0, mode_phase(split, self.start_rounds))
+            phases = [*mode_phases(split, self.start_rounds, survey), *phases]
         return Program(tuple(phases), posterior)
 
     def posterior_of(self, split: SplitModel, survey: Survey) -> GuidePosterior:

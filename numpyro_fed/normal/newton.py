@@ -23,7 +23,7 @@ from numpyro_fed.normal import lapack
 
 Array = jax.Array
 LEAST = 1e-10  # a diagonal below this has no unit
-FLAT = 1e-4  # the least curvature of a step, in a precision with a unit diagonal
+FLAT = 1e-6  # the least curvature of a step, in a precision with a unit diagonal
 DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-3, 1e-6, 1e6  # the first, and how far it goes
 UNDAMPED = 1e-5  # below which it counts as none: then a step on a normal density is exact
 CONVERGED = 1e-4  # expected gain of the next step, in log density

@@ -1,17 +1,16 @@
 r"""Where to start: a few rounds of Newton's method, counted like any other round.
 
-A prior N(0, 100) says little about an answer of 242, so a start needs data. The objective is the evidence bound with a
-point at :math:`x = (z_G, \theta)` and, in each silo, a normal over the locals fitted by Newton's method at that point
-(mode :math:`m`, scale :math:`S`, slope :math:`C = dm/dz_G`):
+A prior N(0, 100) says little about an answer of 242, so a start needs data. What is searched for is the mode of
 
-.. math::
+.. math:: \log p(z_G) + \sum_j \log f_j(z_G; \theta), \qquad
+    f_j(z_G; \theta) = \int p(y_j, z_{Lj} \mid z_G, \theta)\, dz_{Lj}
 
-    F_j(x) = \frac1K \sum_k \log p(y_j, m + C (z_G - \hat z_G) + S \epsilon_k \mid x) + \log |S|
-
-Integrating over the locals' spread keeps variance parameters from collapsing to zero, where the joint density of a
-hierarchical model has its (useless) mode. A silo sends the value, gradient and Hessian of :math:`F_j`: O(d^2) numbers
-for at most ``MAX_ROUNDS`` rounds. The server takes damped Newton steps (Levenberg and Marquardt, with the absolute
-values of the curvatures), and the curvature at the end is the first guess of the posterior's covariance.
+over :math:`x = (z_G, \theta)`, the locals integrated out by a few quadrature nodes or draws around their modes
+(:mod:`numpyro_fed.local.integrate`): the joint density of a hierarchical model has its (useless) mode where a variance
+is zero. A silo sends the value, gradient and Hessian of :math:`\log f_j`: O(d^2) numbers for at most ``MAX_ROUNDS``
+rounds. The server takes damped Newton steps (Levenberg and Marquardt, with the absolute values of the curvatures), of
+which only those stand that lead uphill; the curvature at the end is the first guess of the posterior's covariance.
+A search that does not get there is made again, from other points.
 """
 
 from typing import Any, NamedTuple
@@ -20,32 +19,66 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
+from numpyro.infer import init_to_median, init_to_sample
 
-from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm, Left, Phase
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.keys import digest
-from numpyro_fed.local.conditional import fit_local_laplace
-from numpyro_fed.local.start import LocalStart, WarmStart
+from numpyro_fed.local.conditional import LocalLaplace
+from numpyro_fed.local.integrate import Factor, Marginal, choose, silo_factor, start_frame
+from numpyro_fed.local.start import WarmStart
 from numpyro_fed.memo import ByIdentity, remembered
+from numpyro_fed.model.initial import initial
 from numpyro_fed.model.provenance import provenance
+from numpyro_fed.model.rows import Components, components_of
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.normal.newton import Search, advance, floored_inverse_root, start_search, unit_diagonal
+from numpyro_fed.model.survey import Survey
+from numpyro_fed.normal.newton import (
+    Search,
+    advance,
+    derivatives,
+    floored_inverse_root,
+    start_search,
+    unit_diagonal,
+)
 from numpyro_fed.precision import in_x64, to_user_dtype
 
 Array = jax.Array
-LEAST_CURVATURE = 1e-3  # in units of the diagonal's
+LEAST_CURVATURE = 1e-5  # in units of the diagonal's: globals may be correlated to all but that
 LOOK = 5  # rounds between two looks at whether it has converged
-MAX_ROUNDS = 30
+MAX_ROUNDS = 40
 MAX_DIM = 200  # above this a dense Hessian costs more than it gives
-DRAWS = 8  # of the locals, antithetic
-LOCAL_STEPS = 4
+NODES = {1: 9, 2: 5}  # per dimension of a row: enough for a start
+DRAWS = 8  # of the locals, where there is no quadrature
+LOCAL_STEPS = 12
 JITTER = 0.1  # of the first point: components of a mixture that begin alike would stay alike
-SLACK = 5.0  # units of log density
-ENTROPY = 0.5 * (1 + float(np.log(2 * np.pi)))  # of a standard normal
+ATTEMPTS = 3
+SLACK = 1.0  # units of log density
 CONVERGED = 0.05  # expected gain of the next step, in log density: a third of a posterior sd
 
 
-ModeServer = Search  # over (z_G, theta), (d + p,); ``trial`` is what is sent next
+class ModeServer(NamedTuple):
+    """The search over (z_G, theta), (d + p,), whose ``trial`` is what is sent next."""
+
+    search: Search
+    accepted: Array  # bool: the trial before
+
+
+class ModeSilo(NamedTuple):
+    """Private to the silo: its locals at the last trial, as a start, and at the last one that was accepted."""
+
+    loc: dict[str, Array]
+    scale: dict[str, Array]
+    coupling: dict[str, Array]
+    accepted: LocalLaplace | tuple
+    tried: LocalLaplace | tuple
+    components: Components | None
+    own: tuple = ()
+
+
+class ModeBroadcast(NamedTuple):
+    trial: Array  # (d + p,)
+    accepted: Array  # bool: the trial before
 
 
 class ModeMessage(NamedTuple):
@@ -54,7 +87,7 @@ class ModeMessage(NamedTuple):
     hessian: Array  # (d + p, d + p)
 
 
-def newton_start(split: SplitModel) -> FederatedAlgorithm:
+def newton_start(split: SplitModel, marginal: Marginal) -> FederatedAlgorithm:
     """Mode finding as a federated algorithm. Its final states start the variational methods."""
     theta_flat, unravel_theta = ravel_pytree(split.theta)
     d, size = split.dim, split.dim + theta_flat.shape[0]
@@ -64,68 +97,67 @@ def newton_start(split: SplitModel) -> FederatedAlgorithm:
         return x[:d], unravel_theta(x[d:])
 
     def init(key: Array) -> ModeServer:
-        return start_search(jnp.concatenate([JITTER * jax.random.normal(key, (d,)), theta_flat]))
+        first = jnp.concatenate([JITTER * jax.random.normal(key, (d,)), theta_flat])
+        return ModeServer(start_search(first), jnp.array(False))
 
     def broadcast(key: Array, server: ModeServer) -> Broadcast:
-        return Broadcast(server.trial)
+        return Broadcast(ModeBroadcast(server.search.trial, server.accepted))
 
-    def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> LocalStart:
-        zeros = split.zeros_local(data.mask)
-        return LocalStart(
-            split.near_zero_local(data.mask),
-            jax.tree.map(jnp.ones_like, zeros),
-            {group: jnp.zeros((*value.shape, d)) for group, value in zeros.items()},
-        )
+    def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> ModeSilo:
+        frame = start_frame(split, data)
+        components = components_of(split, data) if marginal.rows == "indexed" else None
+        return _silo(frame, frame, components)
 
-    def silo_step(key: Array, broadcast: Broadcast, silo: LocalStart, data: SiloData) -> tuple[ModeMessage, LocalStart]:
-        x, before = broadcast.common, silo
-        silo = fit_locals(split, x[:d], parts(x)[1], silo, data)
-        draws = {  # the same in every round: the objective is then a fixed function
-            g.name: jax.random.normal(jax.random.key(digest(g.name)), (g.num_rows(data.mask), DRAWS // 2, g.size))
-            for g in split.groups
-        }
-        eps = {g: jnp.moveaxis(jnp.concatenate([e, -e], axis=1), 1, 0) for g, e in draws.items()}
+    def silo_step(key: Array, broadcast: Broadcast, silo: ModeSilo, data: SiloData) -> tuple[ModeMessage, ModeSilo]:
+        x, accepted = broadcast.common
+        before = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), silo.tried, silo.accepted)
 
-        def bound(x_new: Array) -> Array:
-            z, theta = parts(x_new)
+        def factor_at(theta: dict) -> Factor:
+            return silo_factor(split, marginal, data, silo.components, theta)
 
-            def one(eps: dict) -> Array:
-                moved = {g: silo.loc[g] + silo.coupling[g] @ (z - x[:d]) + silo.scale[g] * eps[g] for g in silo.loc}
-                return split.log_silo(z, moved, theta, data)
+        z, theta = parts(x)
+        frame = factor_at(theta).refit(z, before, LOCAL_STEPS)
 
-            return jnp.mean(jax.vmap(one)(eps)) if split.groups else split.log_silo(z, {}, theta, data)
+        def log_f(x: Array) -> Array:
+            z, theta = parts(x)
+            factor = factor_at(theta)
+            return factor.log_f(z, frame, factor.nodes(None))
 
-        active = split.evaluate(x[:d], silo.loc, parts(x)[1], data).active
-        entropy = sum(
-            (jnp.sum(jnp.where(active[g], jnp.log(silo.scale[g]) + ENTROPY, 0.0)) for g in silo.scale), jnp.zeros(())
-        )
-        value, gradient = jax.value_and_grad(bound)(x)
-        hessian = jax.jacfwd(jax.grad(bound))(x)
-        # a step that was too long must not stay: the server will refuse it, and the next one starts from here
-        fine = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(silo)]
-        kept = jax.tree.map(lambda new, old: jnp.where(jnp.all(jnp.stack(fine)), new, old), silo, before)
-        return ModeMessage(value + entropy, gradient, hessian), kept if fine else silo
+        value, gradient, precision = derivatives(log_f, x)
+        return ModeMessage(value, gradient, -precision), _silo(before, frame, silo.components)
 
     def aggregate(messages: ModeMessage, cohort: Cohort) -> ModeMessage:
         return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), messages)
 
     def server_step(key: Array, server: ModeServer, silos: ModeMessage) -> tuple[ModeServer, dict]:
-        def prior(x: Array) -> Array:
-            return split.log_prior(*parts(x))
-
-        value = silos.value + prior(server.trial)
-        gradient = silos.gradient + jax.grad(prior)(server.trial)
-        precision = -(silos.hessian + jax.jacfwd(jax.grad(prior))(server.trial))
-        gradient = jnp.where(free, gradient, 0.0)
-        precision = jnp.where(free[:, None] & free, precision, jnp.eye(size))
-        # the locals' scale is their curvature's, not the bound's best, so value and gradient disagree by a few units
-        # of log density near the end: there the gradient decides, but no point may be far below the best so far
-        slack = 0.1 + 1e-4 * jnp.abs(server.value) + jnp.minimum(server.gain, SLACK)
-        new, _ = advance(server, value, gradient, precision, slack)
-        new = new._replace(value=jnp.maximum(server.value, new.value))
-        return new, {"loss": -value, "_gain": new.gain, "_best": new.value}
+        search = server.search
+        prior_value, prior_gradient, prior_precision = derivatives(lambda x: split.log_prior(*parts(x)), search.trial)
+        value = silos.value + prior_value
+        gradient = jnp.where(free, silos.gradient + prior_gradient, 0.0)
+        precision = jnp.where(free[:, None] & free, prior_precision - silos.hessian, jnp.eye(size))
+        # where locals are drawn, values are those of draws around other modes; in any case they are rounded
+        slack = 1e-2 + 1e-5 * jnp.abs(search.value)
+        if marginal.kind == "importance_weighted":
+            slack = slack + jnp.minimum(search.gain, SLACK)
+        new, accepted = advance(search, value, gradient, precision, slack)
+        new = new._replace(value=jnp.maximum(search.value, new.value))
+        return ModeServer(new, accepted), {"loss": -value, "_gain": new.gain, "_best": new.value}
 
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+
+
+def another_point(split: SplitModel, key: Array, attempt: int) -> Array:
+    """Where the prior's medians are, then a draw of it, both moved a little; theta where the user put it."""
+    places = (init_to_median, init_to_sample)
+    place = initial(split, places[(attempt - 1) % len(places)](), key)
+    away = JITTER * jax.random.normal(key, (split.dim,))
+    return jnp.concatenate([jnp.where(jnp.isfinite(place), place, 0.0) + away, ravel_pytree(split.theta)[0]])
+
+
+def _silo(accepted: Any, tried: Any, components: Components | None) -> ModeSilo:
+    if tried == ():  # there are no locals
+        return ModeSilo({}, {}, {}, accepted, tried, components)
+    return ModeSilo(tried.loc, tried.conditional_sds(), tried.coupling, accepted, tried, components)
 
 
 def _held(split: SplitModel) -> list[tuple[int, bool]]:
@@ -142,27 +174,48 @@ def _held(split: SplitModel) -> list[tuple[int, bool]]:
     ]
 
 
-def fit_locals(split: SplitModel, z: Array, theta: dict, silo: LocalStart, data: SiloData) -> LocalStart:
-    """The locals' normal approximation at z, from the one at another point."""
-    if not split.groups:
-        return silo
-    frame = fit_local_laplace(split, z, theta, silo.loc, data, LOCAL_STEPS)
-    return LocalStart(frame.loc, frame.conditional_sds(), frame.coupling)
+def for_start(split: SplitModel, survey: Survey | None) -> Marginal:
+    """How locals are integrated out: with few nodes, where there are nodes."""
+    if not split.groups or survey is None:
+        return Marginal("none")
+    found = choose(split, survey)
+    if found.kind == "quadrature":
+        return found._replace(num=NODES[max(group.size for group in split.groups)])
+    return found._replace(num=DRAWS)
 
 
-def mode_phase(split: SplitModel, num_rounds: int) -> Phase:
-    """At most so many rounds; what is left is a warm start, the silos' half of which are their own states."""
+def mode_phases(split: SplitModel, num_rounds: int, survey: Survey | None = None) -> tuple[Phase, ...]:
+    """A search, and others that are made where it did not converge; the best of them is the start.
+
+    Each takes at most so many rounds. What is left is a warm start, the silos' half of which are their own states.
+    """
+    return tuple(mode_phase(split, num_rounds, survey, attempt) for attempt in range(ATTEMPTS))
+
+
+def mode_phase(split: SplitModel, num_rounds: int, survey: Survey | None = None, attempt: int = 0) -> Phase:
+    """One of these searches."""
+    marginal = for_start(split, survey)
+
+    def begin(left: Left, fresh: ModeServer) -> Begun:
+        if not attempt:
+            return Begun(fresh)
+        key = jax.random.key(digest(f"\0mode {attempt}"))
+        return Begun(fresh._replace(search=start_search(another_point(split, key, attempt))))
 
     def finish(left: Left, server: ModeServer, info: dict[str, Any]) -> Left | None:
-        if not np.isfinite(float(server.value)):
+        value, sure = float(server.search.value), converged(info)
+        if not np.isfinite(value):
             return None
-        return left._replace(warm=mode_to_warm_start(split, server))
+        if left.warm is not None and not sure and value <= left.reached:
+            return left
+        return left._replace(warm=mode_to_warm_start(split, server), reached=value, unsure=not sure)
 
     return Phase(
         "mode",
-        remembered(lambda: newton_start(split), "mode", ByIdentity(split)),
+        remembered(lambda: newton_start(split, marginal), "mode", ByIdentity(split), marginal),
+        begin=begin,
         num_rounds=num_rounds,
-        done=lambda info: float(info["_gain"][-1]) < CONVERGED,
+        done=converged,
         finish=finish,
         role="start",
         effort="least",
@@ -170,15 +223,19 @@ def mode_phase(split: SplitModel, num_rounds: int) -> Phase:
     )
 
 
+def converged(info: dict[str, Any]) -> bool:
+    return float(info["_gain"][-1]) < CONVERGED
+
+
 def mode_to_warm_start(split: SplitModel, server: ModeServer) -> WarmStart:
     """The end of mode finding as a start: its point, and the inverse of its curvature given theta."""
-    d = split.dim
+    d, search = split.dim, server.search
 
     @in_x64
     def spread(precision: Array) -> tuple[Array, Array]:
         root = floored_inverse_root(precision[:d, :d], LEAST_CURVATURE)
         return jnp.linalg.cholesky(root @ root.T), unit_diagonal(precision)[1]
 
-    chol, scale = to_user_dtype(spread(server.precision))
+    chol, scale = to_user_dtype(spread(search.precision))
     unravel = ravel_pytree(split.theta)[1]
-    return WarmStart(server.x[:d], chol, scale[:d], unravel(server.x[d:]), unravel(scale[d:]))
+    return WarmStart(search.x[:d], chol, scale[:d], unravel(search.x[d:]), unravel(scale[d:]))

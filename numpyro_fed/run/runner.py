@@ -23,6 +23,10 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.run.diagnose import NonFinite, all_finite, last_good
 
 COHORTS = digest("\0cohorts")
+UNSURE = (
+    "the search for a start did not converge, so rounds began at a poor one: standardise the data, pass tighter "
+    "priors, or start from another fit, run(..., init_state=nf.EP(model).run(key, silos))"
+)
 
 
 class Record(NamedTuple):
@@ -83,11 +87,13 @@ class Runner:
             local: what another fit knows of the silos' locals, as a start.
         """
         begun = left.warm is not None or left.server is not None
+        starts = [phase for phase in phases if phase.role == "start"]
+        if starts and not begun and self.engine.holds_states:  # a start is looked for among all silos
+            left, local = self._starts(starts, left)
         for phase in phases:
             if phase.role == "start":
-                if not begun and self.engine.holds_states:  # a start is looked for among all silos
-                    left, local = self._start(phase, left)
-            elif phase.role == "rounds":
+                continue
+            if phase.role == "rounds":
                 left, states = self._rounds(phase, left, states, local)
             else:
                 left = self._check(phase, left, states or ())
@@ -109,14 +115,28 @@ class Runner:
                 self.uncounted = self.uncounted + Traffic(0, wire.num_bytes(given) * len(self.stack.names))
         return server, states
 
-    def _start(self, phase: Phase, left: Left) -> tuple[Left, tuple]:
-        key = self._key(phase)
-        server, states = self._begin(phase, key, left, None, None)
-        ended = self._loop(phase, key, server, states, 0, lambda first, count: None)
-        found = phase.finish(left, ended.server, ended.info)
-        if found is None:
-            raise NonFinite(phase, key, ended.server, ended.states, ended.done, None)
-        return found, ended.states
+    def _starts(self, phases: list[Phase], left: Left) -> tuple[Left, tuple | None]:
+        """The first that converges; else the best of them, and a hint that it may not do."""
+        local: tuple | None = None
+        failed: NonFinite | None = None
+        for phase in phases:
+            key = self._key(phase)
+            ended = self._loop(phase, key, *self._begin(phase, key, left, None, None), 0, lambda first, count: None)
+            found = phase.finish(left, ended.server, ended.info)
+            if found is None:
+                failed = NonFinite(phase, key, ended.server, ended.states, ended.done, None)
+                continue
+            if found.warm is not left.warm:
+                local = ended.states
+                if phase.leave_silo is not None:
+                    local = self.engine.in_silos(phase.leave_silo, found.warm, self.stack, ended.states)
+            left = found
+            if not left.unsure:
+                return left, local
+        if left.warm is None:
+            assert failed is not None, "a start that is finite leaves one"
+            raise failed
+        return left._replace(hints=(*left.hints, UNSURE)), local
 
     def _rounds(self, phase: Phase, left: Left, states: tuple | None, local: tuple | None) -> tuple[Left, tuple]:
         names, late = self.stack.names, schedules.stale(self.schedule)
