@@ -139,7 +139,8 @@ class Phase(NamedTuple):
     """Run this algorithm, from that state, until then. A run is a few of these, one after another.
 
     ``role`` says what becomes of it. ``"start"``: it leaves a warm start, and is left out where one is given.
-    ``"rounds"``: the method itself; its states are the fit's. ``"check"``: one more look at the end, on the silos'
+    ``"rounds"``: the method itself; its states are the fit's. Further ones go on with them, where those before had not
+    come to rest (``Left.moving``). ``"check"``: one more look at the end, on the silos'
     states as the rounds left them; what is not finite there is left out.
     """
 
@@ -162,6 +163,8 @@ class Phase(NamedTuple):
     look: int | None = None  # rounds between two looks of the host, at most; None: the engine's own number
     remedy: str = "pass a smaller step: optim=optax.adam(1e-3)"  # against a loss that is not finite
     lacks: str = ""  # of a check: what a fit lacks without it
+    # (server or silo state) -> the same with shorter steps, for rounds whose loss stopped being finite; None: no such.
+    shorter: Callable[[PyTree], PyTree] | None = None
     watched: bool = True  # what is not finite is an error (of a check: is left out)
 
 

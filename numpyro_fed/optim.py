@@ -12,14 +12,15 @@ LINEAR_PEAK, CLIP = 5e-2, 20.0  # a step of at most one sd
 
 
 class HorizonState(NamedTuple):
-    """Rounds done and rounds to go in all; kept in the state so that another number of rounds needs no new program."""
+    """Rounds done, rounds to go in all, and how long steps are: in the state, so that others need no new program."""
 
     count: Any
     horizon: Any
+    length: Any
 
 
 def _init(params: Any) -> HorizonState:
-    return HorizonState(jnp.zeros((), jnp.int32), jnp.full((), 1000, jnp.int32))
+    return HorizonState(jnp.zeros((), jnp.int32), jnp.full((), 1000, jnp.int32), jnp.ones(()))
 
 
 def falling(peak: float, floor: float) -> optax.GradientTransformation:
@@ -27,9 +28,9 @@ def falling(peak: float, floor: float) -> optax.GradientTransformation:
 
     def update(updates: Any, state: HorizonState, params: Any = None) -> tuple[Any, HorizonState]:
         done = jnp.minimum(state.count / state.horizon, 1.0)
-        rate = floor + (peak - floor) * 0.5 * (1 + jnp.cos(jnp.pi * done))
+        rate = state.length * (floor + (peak - floor) * 0.5 * (1 + jnp.cos(jnp.pi * done)))
         moved = jax.tree.map(lambda u: (-rate * u).astype(u.dtype), updates)
-        return moved, HorizonState(state.count + 1, state.horizon)
+        return moved, state._replace(count=state.count + 1)
 
     return optax.GradientTransformation(_init, update)
 
@@ -50,17 +51,25 @@ divides each silo's gradient by its own size, so that silos which pull apart mee
 
 def with_horizon(opt_state: Any, num_rounds: Any) -> Any:
     """The optimiser's state with the default schedule set to ``num_rounds``; other states are unchanged."""
-    is_horizon = lambda node: isinstance(node, HorizonState)
 
-    def reset(node: Any) -> Any:
-        if not is_horizon(node):
-            return node
-        return HorizonState(
-            jnp.zeros_like(node.count),
-            jnp.broadcast_to(jnp.asarray(num_rounds, node.horizon.dtype), node.horizon.shape),
-        )
+    def reset(node: HorizonState) -> HorizonState:
+        horizon = jnp.broadcast_to(jnp.asarray(num_rounds, node.horizon.dtype), node.horizon.shape)
+        return node._replace(count=jnp.zeros_like(node.count), horizon=horizon)
 
-    return jax.tree.map(reset, opt_state, is_leaf=is_horizon)
+    return _changed(opt_state, reset)
+
+
+def shortened(opt_state: Any) -> Any:
+    """The optimiser's state with steps of the default schedule a third as long; other states are unchanged."""
+    return _changed(opt_state, lambda node: node._replace(length=node.length / 3))
+
+
+def _is_horizon(node: Any) -> bool:
+    return isinstance(node, HorizonState)
+
+
+def _changed(opt_state: Any, change: Any) -> Any:
+    return jax.tree.map(lambda node: change(node) if _is_horizon(node) else node, opt_state, is_leaf=_is_horizon)
 
 
 def check_optim(optim: Any, name: str = "optim") -> optax.GradientTransformation:

@@ -20,7 +20,7 @@ from numpyro_fed.methods import SFVI
 from numpyro_fed.results.codec import decode, encode, keep_in, read_from
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.load import load
-from numpyro_fed.results.save import HEADER
+from numpyro_fed.results.save import HEADER, VERSION
 
 KEY = jax.random.key(5)
 
@@ -169,8 +169,8 @@ def test_files_that_are_not_ours(path: Path, method: SFVI, tmp_path: Path) -> No
         arrays = {name: file[name] for name in file.files}
     header = json.loads(arrays[HEADER].tobytes())
     for change, message in (
-        ({"version": 4}, "format version 4, this numpyro_fed reads version 3: upgrade"),
-        ({"version": 2}, "format version 2, this numpyro_fed reads version 3: fit and save it again"),
+        ({"version": VERSION + 1}, f"version {VERSION + 1}, this numpyro_fed reads version {VERSION}: upgrade"),
+        ({"version": 2}, f"version 2, this numpyro_fed reads version {VERSION}: fit and save it again"),
         ({"format": "else"}, "its format is 'else'"),
     ):
         arrays[HEADER] = np.frombuffer(json.dumps(header | change).encode(), np.uint8)

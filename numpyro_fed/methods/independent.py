@@ -17,6 +17,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.engines.base import Engine
 from numpyro_fed.guides.posterior import GuidePosterior
 from numpyro_fed.memo import remembered
+from numpyro_fed.methods.rest import still_falling
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
@@ -103,11 +104,11 @@ class Independent(SFVI):
 
     def compile(self, split: SplitModel, survey: Survey, plan: Plan) -> Program:
         together = super().compile(split, survey.only(0), plan)
-        phases = [phase._replace(algorithm=_alone(phase.algorithm)) for phase in together.phases]
-        phases = [*phases[:1], phases[-1]] if len(phases) > 1 else phases  # each silo's own search, once
-        if len(phases) > 1:
+        starts, blocks = ([phase for phase in together.phases if phase.role == role] for role in ("start", "rounds"))
+        begin = blocks[0]  # silos that come to rest at different times would wait for one another
+        phases = [phase._replace(algorithm=_alone(phase.algorithm)) for phase in (*starts[:1], begin)]
+        if starts:
             phases[0] = phases[0]._replace(begin=lambda left, fresh: Begun(fresh), finish=_all_started)
-        begin = together.phases[-1]
 
         def begin_silo(given: tuple, state: Alone, local: Alone | None) -> Alone:
             warm = None if local is None else mode_to_warm_start(split, local.server)
@@ -116,7 +117,9 @@ class Independent(SFVI):
             server, own = begun
             return Alone(server, begin.begin_silo(own, state.silo, None if local is None else local.silo))
 
-        phases[-1] = phases[-1]._replace(begin=lambda left, fresh: Begun(fresh), begin_silo=begin_silo)
+        phases[-1] = phases[-1]._replace(
+            begin=lambda left, fresh: Begun(fresh), begin_silo=begin_silo, finish=_finish, shorter=None
+        )
         return Program(tuple(phases), AlonePosterior(self.posterior_of(split, survey)))
 
     def run(self, rng_key: Any, silos: Silos, num_rounds: int | None = None, **options: Any) -> Fits:  # type: ignore[override]
@@ -158,6 +161,11 @@ class Independent(SFVI):
 
 def _alone(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
     return remembered(lambda: alone(algorithm), "alone", algorithm)
+
+
+def _finish(left: Left, server: tuple, info: dict[str, Any]) -> Left:
+    reason = still_falling(info["loss"])
+    return left._replace(server=server, reasons=(reason,) if reason else (), moving=bool(reason))
 
 
 def _all_started(left: Left, server: tuple, info: dict[str, Any]) -> Left | None:

@@ -30,17 +30,16 @@ from numpyro_fed.local.row_optim import RowOptim, RowState
 from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
+from numpyro_fed.methods.rest import BLOCKS, at_rest
 from numpyro_fed.methods.sfvi_step import Optims, Parts, SFVIMessage, SFVIServer, SFVISilo, step_parts
 from numpyro_fed.model.observations import silo_terms
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
-from numpyro_fed.optim import DEFAULT, ENCODER, check_optim, with_horizon
+from numpyro_fed.optim import DEFAULT, ENCODER, check_optim, shortened, with_horizon
 from numpyro_fed.run.mode import MAX_DIM, MAX_ROUNDS, mode_phases
 
 Array = jax.Array
 IMPORTANCE_SAMPLES = 10  # per row, where rows are separable
-FEWEST = 40  # rounds whose losses tell a trend from noise
-BEYOND_NOISE, FELL = 4.0, 0.05  # standard errors, and nats: a twentieth moves a mean by a third of an sd
 
 
 class Given(NamedTuple):
@@ -131,9 +130,12 @@ class SFVI(Method):
             guide.take_rows(None, None)  # says why not
         make = lambda: self._algorithm(split, survey, guide, weighting, batching)
         algorithm = remembered(make, self, ByIdentity(split), survey, weighting, batching)
-        rounds = self._rounds(split, weighting) if plan.num_rounds is None else plan.num_rounds
-        share = 1.0 if plan.cohort is None else plan.cohort / survey.num_silos
-        phases = [self._rounds_phase(split, guide, algorithm, rounds, share)]
+        if plan.num_rounds is None:  # another, twice as long, where the one before had not come to rest
+            first = self._rounds(split, weighting)
+            blocks = [first * 2**block for block in range(BLOCKS)]
+        else:
+            blocks = [plan.num_rounds]
+        phases = [self._rounds_phase(split, survey, plan, guide, algorithm, rounds) for rounds in blocks]
         if self._can_start(split):
             phases = [*mode_phases(split, self.start_rounds, survey), *phases]
         return Program(tuple(phases), posterior)
@@ -224,9 +226,16 @@ class SFVI(Method):
     # --- where rounds begin -------------------------------------------------------------------------------------------
 
     def _rounds_phase(
-        self, split: SplitModel, guide: Any, algorithm: FederatedAlgorithm, rounds: int, share: float
+        self,
+        split: SplitModel,
+        survey: Survey,
+        plan: Plan,
+        guide: Any,
+        algorithm: FederatedAlgorithm,
+        rounds: int,
     ) -> Phase:
         optims = self._optims(split, guide)
+        share = 1.0 if plan.cohort is None else plan.cohort / survey.num_silos
 
         def begin(left: Left, fresh: SFVIServer) -> Begun:
             server, given = self._begin(split, guide, optims, left, fresh)
@@ -236,7 +245,8 @@ class SFVI(Method):
             state = self._begin_silo(split, guide, optims, given, state, local)
             return self._with_visits(guide, state, share * rounds)
 
-        return Phase("rounds", algorithm, begin, begin_silo, rounds, finish=_at_rest)
+        shorter = _shorter if self.optim is None else None  # the user's steps are as long as the user says
+        return Phase("rounds", algorithm, begin, begin_silo, rounds, finish=at_rest, shorter=shorter)
 
     def _begin(self, split: SplitModel, guide: Any, optims: Optims, left: Left, fresh: SFVIServer) -> Begun:
         """The server's half of a start, and what silos are given for theirs."""
@@ -294,21 +304,9 @@ class SFVI(Method):
         return state._replace(opt_state=RowState(rows, with_horizon(state.opt_state.rest, rounds)))
 
 
-def _at_rest(left: Left, server: SFVIServer, info: dict[str, Any]) -> Left:
-    """Whether the loss still fell, beyond its noise, from the first to the second half of the last rounds."""
-    left, losses = left._replace(server=server), np.asarray(info["loss"], np.float64)
-    if len(losses) < FEWEST:
-        return left
-    halves = np.array_split(losses, 2)
-    fell = halves[0].mean() - halves[1].mean()
-    noise = np.sqrt(sum(half.var(ddof=1) / len(half) for half in halves))
-    if fell < max(BEYOND_NOISE * noise, FELL):
-        return left
-    reason = (
-        f"the loss still fell, by {fell:.2g} over the last {len(losses)} rounds: run more, num_rounds=..., or go on, "
-        "run(..., init_state=fit.state)"
-    )
-    return left._replace(reasons=(*left.reasons, reason), moving=True)
+def _shorter(state: SFVIServer | SFVISilo) -> SFVIServer | SFVISilo:
+    """Of both sides: the same, with shorter steps."""
+    return state._replace(opt_state=shortened(state.opt_state))
 
 
 def _long_format(split: SplitModel) -> bool:

@@ -25,8 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions.util import matrix_to_tril_vec, vec_to_tril_matrix
+from scipy.stats import chi2
 
-from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase, Plan
 from numpyro_fed.checks import check_count
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.guides.normal import GlobalBase
@@ -34,14 +35,16 @@ from numpyro_fed.guides.posterior import GuidePosterior, theta_of
 from numpyro_fed.local.bound import Weighting
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.start import LocalStart
+from numpyro_fed.methods.rest import at_rest
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_step import SFVIServer, SFVISilo
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.barycenter import barycenter, diagonal_barycenter, w2, w2_diagonal
-from numpyro_fed.optim import DEFAULT, LINEAR, with_horizon
+from numpyro_fed.optim import DEFAULT, LINEAR, shortened, with_horizon
 
 LOOK = 512  # steps of a silo between two looks of the host
+WIDE = 4.0  # times the sd of all data: then a silo alone does not tell
 Array = jax.Array
 
 
@@ -75,6 +78,7 @@ class Average(NamedTuple):
     value: Array
     residual: Array  # of the barycenter's equation, relative
     disagreement: Array  # (num_silos,): W2 distance of each silo's normal to the barycenter; NaN: took no part
+    widest: Array  # (num_silos,): sd of each silo's normal where it is widest, in units of the start's, about
 
 
 @dataclass(frozen=True)
@@ -184,15 +188,17 @@ class SFVIAvg(SFVI):
                 found = barycenter(params["loc"], covariances, weights)
                 distance = jax.vmap(lambda m, c: w2(m, c, found.mean, found.covariance))(params["loc"], covariances)
                 new, residual = _from_covariance(found.mean, found.covariance), found.residual
+                widest = jnp.sum(covariances**2, axis=(1, 2)) ** 0.25  # between the largest sd and d^(1/4) times it
             else:
                 sds = jnp.exp(params["log_scale"])
                 plain = diagonal_barycenter(params["loc"], sds, weights)
                 distance = jax.vmap(lambda m, s: w2_diagonal(m, s, plain.mean, plain.sds))(params["loc"], sds)
                 new, residual = {"loc": plain.mean, "log_scale": jnp.log(plain.sds)}, plain.residual
+                widest = jnp.max(sds, axis=1)
             new |= {name: mean(params[name]) for name in guide.shared_params}
-            apart = jnp.full(cohort.num_silos, jnp.nan).at[cohort.index].set(distance)
+            by_silo = lambda found: jnp.full(cohort.num_silos, jnp.nan).at[cohort.index].set(found)
             value = cohort.num_silos / number * jnp.sum(messages.value)
-            return Average(new, mean(messages.theta), value, residual, apart)
+            return Average(new, mean(messages.theta), value, residual, by_silo(distance), by_silo(widest))
 
         def server_step(key: Array, server: SFVIServer, found: Average) -> tuple[SFVIServer, dict]:
             z, log_q = guide.rsample_with_log_prob(server.params, server.base, guide.noise(key, split.dim))
@@ -201,6 +207,7 @@ class SFVIAvg(SFVI):
                 "loss": log_q - prior - found.value,
                 "residual": found.residual,
                 "disagreement": found.disagreement,
+                "_widest": found.widest,
             }
             return server._replace(params=found.params, theta=found.theta), info
 
@@ -213,9 +220,16 @@ class SFVIAvg(SFVI):
     # --- where rounds begin -------------------------------------------------------------------------------------------
 
     def _rounds_phase(
-        self, split: SplitModel, guide: Any, algorithm: FederatedAlgorithm, rounds: int, share: float
+        self,
+        split: SplitModel,
+        survey: Survey,
+        plan: Plan,
+        guide: Any,
+        algorithm: FederatedAlgorithm,
+        rounds: int,
     ) -> Phase:
         optims = self._optims(split, guide)
+        share = 1.0 if plan.cohort is None else plan.cohort / survey.num_silos
         steps = max(1, round(share * rounds * self.local_steps))
 
         def begin(left: Left, fresh: SFVIServer) -> Begun:
@@ -230,7 +244,53 @@ class SFVIAvg(SFVI):
                 opt_state = optims.server.init((_unpacked(given[1], split.dim), given[2]))
             return AvgSilo(with_horizon(opt_state, steps), self._with_visits(guide, own, steps))
 
-        return Phase("rounds", algorithm, begin, begin_silo, rounds, look=max(1, LOOK // self.local_steps))
+        def finish(left: Left, server: SFVIServer, info: dict[str, Any]) -> Left:
+            # the loss alone: silos' steps pull an average aside, so that its mean moves as they become shorter
+            if not left.hints:  # of the first block: steps, and with them distances, become smaller
+                left = left._replace(hints=_apart(split, survey, plan.names, info))
+            return at_rest(left, server, info)
+
+        return Phase(
+            "rounds",
+            algorithm,
+            begin,
+            begin_silo,
+            rounds,
+            finish=finish,
+            look=max(1, LOOK // self.local_steps),
+            shorter=_shorter if self.optim is None else None,
+        )
+
+
+def _shorter(state: SFVIServer | AvgSilo) -> SFVIServer | AvgSilo:
+    """Steps are the silos' alone, of q(z_G) and of their own."""
+    if not isinstance(state, AvgSilo):
+        return state
+    own = state.local._replace(opt_state=shortened(state.local.opt_state))
+    return AvgSilo(shortened(state.opt_state), own)
+
+
+def _apart(split: SplitModel, survey: Survey, names: Any, info: dict[str, Any]) -> tuple[str, ...]:
+    r"""What of the silos' posteriors, after their first round, would explain an average that is wrong.
+
+    All is in units of the start's sds. Silos of one population are as wide as all data together, and their squared
+    distances are :math:`\chi^2_d (N / N_j - 1)`.
+    """
+    remedy = "so the average of silos' posteriors is not that of all data: use nf.SFVI, nf.EP or nf.PVI"
+    named = lambda places: f"silo {', '.join(repr(names[j]) for j in places[:5])}{' and others' * (len(places) > 5)}"
+    widest = np.nan_to_num(info["_widest"][0])
+    wide = np.flatnonzero(widest > WIDE * split.dim**0.25)
+    if wide.size:
+        times = f"up to {widest.max():.2g} times the sd that all data give"
+        return (f"{named(wide)} cannot tell some direction of the globals alone ({times}), {remedy}",)
+    if split.groups:
+        return ()
+    sizes, distance = np.array(survey.sizes, np.float64), np.nan_to_num(info["disagreement"][0])
+    limit = chi2.ppf(1 - 0.01 / len(sizes), split.dim) * (sizes.sum() / sizes - 1)
+    far = np.flatnonzero(distance**2 > limit)
+    if not far.size:
+        return ()
+    return (f"{named(far)} is further from all than chance allows (by {distance.max():.2g} sds), {remedy}",)
 
 
 class AveragedPosterior(GuidePosterior):

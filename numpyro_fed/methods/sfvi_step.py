@@ -18,6 +18,7 @@ from numpyro_fed.local import minibatch
 from numpyro_fed.local.bound import Weighting, silo_bound
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.row_optim import RowOptim
+from numpyro_fed.methods.rest import watched
 from numpyro_fed.model.initial import initial
 from numpyro_fed.model.rows import Components, components_of
 from numpyro_fed.model.split_model import SplitModel
@@ -168,6 +169,6 @@ def step_parts(
         updates, opt_state = optim.update(downhill, server.opt_state, (server.params, server.theta))
         params, theta = jax.tree.map(lambda p, u: p + u, (server.params, server.theta), updates)
         server = server._replace(params=params, theta=theta, opt_state=opt_state)
-        return server, {"loss": jnp.mean(log_q) - value - silos.value}
+        return server, {"loss": jnp.mean(log_q) - value - silos.value, **watched(params)}
 
     return Parts(init, init_silo, draws, sent_at, silo_step, update)

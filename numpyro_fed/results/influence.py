@@ -192,6 +192,7 @@ def _cut(fit: F, rest: tuple[str, ...], server: Any, seconds: float) -> F:
         survey=_asked(fit, rest),
         records=(),
         moving=False,
+        hints=(),
         evidence="silos left, and nobody was asked since: run a few rounds, fit.without(name, num_rounds=3)",
         reasons=tuple(reason for reason in fit.reasons if not any(repr(name) in reason for name in gone)),
         silos=some(fit.silos),

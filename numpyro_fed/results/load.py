@@ -90,6 +90,7 @@ def load(path: str | Path, method: MadeBy, silos: Silos | SiloStore | None = Non
         header["moving"],
         decode(header["evidence"], read),
         method.again(),
+        tuple(header["hints"]),
     )
 
 

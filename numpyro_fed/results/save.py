@@ -20,7 +20,7 @@ from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.results.codec import encode, keep_in
 from numpyro_fed.results.value import Fitted
 
-FORMAT, VERSION = "numpyro_fed.Fit", 3
+FORMAT, VERSION = "numpyro_fed.Fit", 4
 HEADER = "header"
 
 
@@ -52,6 +52,7 @@ def save(fit: Fitted, path: str | Path) -> Path:
         "records": encode(fit.records, keep_in(arrays)),
         "reasons": fit.reasons,
         "moving": fit.moving,
+        "hints": fit.hints,
         "evidence": encode(fit.evidence, keep_in(arrays)),
     }
     path = Path(path)

@@ -40,6 +40,7 @@ class Fitted:
     moving: bool = False  # one of these is that it had not come to rest
     evidence: Evidence | str = UNASKED  # of the check phase, or why there is none
     again: Again | None = None  # how to run again
+    hints: tuple[str, ...] = ()  # what the rounds showed that would explain a posterior which is wrong
 
     @property
     def partition(self) -> Partition:
@@ -73,10 +74,11 @@ class Fitted:
         """Whether the fit is to be trusted, why not, and what to type then; it prints."""
         if self.correction is not None:
             return corrected_verdict(self.correction, self._globals_at(self.correction.points))
-        if isinstance(self.evidence, str):
-            return judged(self.evidence, None, {}, self.reasons, self.moving)
-        normal, draws = self.posterior.normal(self.state.server), self._globals_at(self.evidence.points)
-        return judged(self.evidence, normal, draws, self.reasons, self.moving)
+        normal, draws = None, {}
+        if not isinstance(self.evidence, str):
+            normal, draws = self.posterior.normal(self.state.server), self._globals_at(self.evidence.points)
+        found = judged(self.evidence, normal, draws, self.reasons, self.moving)
+        return found if found.ok else replace(found, reasons=(*found.reasons, *self.hints))
 
     def _globals_at(self, points: np.ndarray) -> dict[str, np.ndarray]:
         return globals_at(self.split, self.posterior.theta(self.state.server), points)

@@ -50,6 +50,7 @@ def finished(
         moving=left.moving,
         evidence=evidence,
         again=again,
+        hints=left.hints,
     )
     if warn and fit.verdict.warns:
         told = f"{runner.label}: the verdict is {fit.verdict.status!r}. {' '.join(fit.verdict.reasons)}"

@@ -23,6 +23,11 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.run.diagnose import NonFinite, all_finite, last_good
 
 COHORTS = digest("\0cohorts")
+SHORTER = 3  # times that steps are shortened before a loss that is not finite is given up
+SHORTENED = (
+    "the loss stopped being finite on the way, and the rounds went on with shorter steps: check the distributions' "
+    "parameters, and standardise the data"
+)
 UNSURE = (
     "the search for a start did not converge, so rounds began at a poor one: standardise the data, pass tighter "
     "priors, or start from another fit, run(..., init_state=nf.EP(model).run(key, silos))"
@@ -43,9 +48,10 @@ class Ended(NamedTuple):
 
     server: PyTree
     states: tuple
-    info: dict[str, np.ndarray]  # of the last chunk
+    info: dict[str, np.ndarray]  # one row a round
     done: int
     interrupted: bool
+    shortened: int  # so many times steps were made shorter
 
 
 class Runner:
@@ -90,12 +96,14 @@ class Runner:
         starts = [phase for phase in phases if phase.role == "start"]
         if starts and not begun and self.engine.holds_states:  # a start is looked for among all silos
             left, local = self._starts(starts, left)
+        ran = False
         for phase in phases:
-            if phase.role == "start":
-                continue
             if phase.role == "rounds":
-                left, states = self._rounds(phase, left, states, local)
-            else:
+                if ran and (left.interrupted or not left.moving):
+                    continue
+                left, states = self._rounds(phase, left._replace(moving=False, reasons=()), states, local)
+                local, ran = None, True
+            elif phase.role == "check":
                 left = self._check(phase, left, states or ())
         return left, states or ()
 
@@ -126,7 +134,7 @@ class Runner:
             if found is None:
                 failed = NonFinite(phase, key, ended.server, ended.states, ended.done, None)
                 continue
-            if found.warm is not left.warm:
+            if local is None or found.warm is not left.warm:
                 local = ended.states
                 if phase.leave_silo is not None:
                     local = self.engine.in_silos(phase.leave_silo, found.warm, self.stack, ended.states)
@@ -150,6 +158,8 @@ class Runner:
         server = current(ended.server)
         if ended.interrupted or not ended.done:
             return left._replace(server=server, interrupted=ended.interrupted), ended.states
+        if ended.shortened:
+            left = left._replace(hints=(*left.hints, SHORTENED))
         found = finish(left, server, ended.info)
         assert found is not None, "rounds that were done are finite"
         return found, ended.states
@@ -188,7 +198,8 @@ class Runner:
         sent, names = self._traffic(phase, server, states), self.stack.names
         look = phase.look or phase.num_rounds
         info: dict[str, np.ndarray] = {}
-        done, interrupted, total = 0, False, phase.num_rounds
+        rows: list[dict[str, np.ndarray]] = []
+        done, interrupted, total, shortened = 0, False, phase.num_rounds, 0
         title = "finding a start" if phase.role == "start" else self.label
         hidden, kept = not self.bar or phase.role == "check", phase.role == "rounds"
         with tqdm(total=total, desc=title, disable=hidden, leave=kept, unit="round") as bar:
@@ -200,6 +211,10 @@ class Runner:
                     chunk = (phase.algorithm, key, self.stack, server, states, first + done, cohorts)
                     after = self.engine.rounds(*chunk, count, phase.effort)
                     bad = _first_bad(after, count) if phase.role == "rounds" and phase.watched else None
+                    if bad is not None and phase.shorter is not None and shortened < SHORTER:
+                        server, states = self._shorter(phase, server, states)
+                        shortened += 1
+                        continue
                     if bad is not None:
                         good, (server, states, info) = last_good(self.engine, chunk, bad, phase.effort)
                         if good:
@@ -209,6 +224,7 @@ class Runner:
                         raise NonFinite(phase, key, server, states, self.round, members)
                     server, states, info = after
                     self._record(info, count, asked, sent, phase)
+                    rows.append(info)
                     done += count
                     self.round += count if phase.role == "rounds" else 0
                     bar.update(count)
@@ -224,7 +240,16 @@ class Runner:
                 interrupted = True
                 if kept:
                     bar.write(f"stopped after {done} of {total} rounds; this is the fit so far")
-        return Ended(server, states, info, done, interrupted)
+        whole = {name: np.concatenate([one[name] for one in rows]) for name in info}
+        return Ended(server, states, whole, done, interrupted, shortened)
+
+    def _shorter(self, phase: Phase, server: PyTree, states: tuple) -> tuple[PyTree, tuple]:
+        """Back where the chunk began, with shorter steps on both sides."""
+        shorter = phase.shorter
+        assert shorter is not None
+        if self.engine.holds_states:
+            states = self.engine.in_silos(lambda given, state: shorter(state), (), self.stack, states)
+        return shorter(server), states
 
     @property
     def _cohort_key(self) -> Any:

@@ -1,0 +1,88 @@
+r"""Whether stochastic steps have come to rest.
+
+Steps that fall over a horizon end at rest wherever they are, so the loss alone does not tell. Over a block of rounds
+the mean :math:`\mu_t` of q is averaged in each half. Where it wanders around its place the two averages agree; where it
+is still on its way they differ, by more than the error that wandering leaves them:
+
+.. math:: |\bar\mu_2 - \bar\mu_1| > 0.05\,\sigma + 2\,\mathrm{se}
+
+in sds of q, with standard errors from the averages of shorter stretches. Then another block follows, with twice the
+horizon.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from numpyro_fed.algorithm import Left
+
+BLOCKS = 3  # each twice as long as the one before
+FEWEST = 40  # rounds that tell a trend from noise
+LATEST = 512  # rounds whose losses are compared
+BEYOND_NOISE, FELL = 4.0, 0.05  # standard errors, and nats: a twentieth moves a mean by a third of an sd
+STRETCHES = 5  # of half a block
+FAR, BEYOND_ERROR = 0.05, 2.0  # sds, and standard errors
+MOST_WATCHED = 1000  # dimensions in which every round's mean is kept
+
+
+def still_falling(losses: np.ndarray) -> str:
+    """A reason, where the loss fell beyond its noise from the first to the second half of the last rounds."""
+    losses = np.asarray(losses, np.float64)[-LATEST:]
+    if len(losses) < FEWEST:
+        return ""
+    halves = np.array_split(losses, 2)
+    fell = halves[0].mean() - halves[1].mean()
+    noise = np.sqrt(sum(half.var(ddof=1) / len(half) for half in halves))
+    if fell < max(BEYOND_NOISE * noise, FELL):
+        return ""
+    return f"the loss still fell, by {fell:.2g} over the last {len(losses)} rounds: {MORE}"
+
+
+def still_drifting(means: np.ndarray, sds: np.ndarray) -> str:
+    """A reason, where means (rounds, d) moved on from the first to the second half, in sds (d,) of q.
+
+    >>> still_drifting(np.random.default_rng(0).normal(size=(400, 2)), np.ones(2))
+    ''
+    >>> still_drifting(np.linspace(0, 1, 400)[:, None], np.ones(1))[:39]
+    'the mean moved by 0.5 sd from the first'
+    """
+    if len(means) < FEWEST:
+        return ""
+    stretches = np.array_split(np.asarray(means, np.float64) / sds, 2 * STRETCHES)
+    averages = np.stack([one.mean(axis=0) for one in stretches])
+    first, second = averages[:STRETCHES], averages[STRETCHES:]
+    moved = np.abs(second.mean(axis=0) - first.mean(axis=0))
+    # the second half's own: in the first, the way from the start would count as noise
+    error = second.std(axis=0, ddof=1) * np.sqrt(2 / STRETCHES)
+    if not np.any(moved > FAR + BEYOND_ERROR * error):
+        return ""
+    return f"the mean moved by {np.max(moved):.2g} sd from the first to the second half of {len(means)} rounds: {MORE}"
+
+
+MORE = "run more, num_rounds=..., or go on, run(..., init_state=fit.state)"
+
+
+def at_rest(left: Left, server: Any, info: dict[str, Any]) -> Left:
+    """What the rounds of a block say of their end; ``info`` has the whole block's."""
+    left = left._replace(server=server)
+    found = [still_falling(info["loss"])]
+    if "_mean" in info:
+        found.append(still_drifting(info["_mean"], white_sds(server.params)))
+    reasons = tuple(reason for reason in found if reason)
+    return left._replace(reasons=(*left.reasons, *reasons), moving=left.moving or bool(reasons))
+
+
+def watched(params: dict[str, Any]) -> dict[str, Any]:
+    """A row of what :func:`at_rest` looks at, where q is a normal in few enough dimensions."""
+    mean = params.get("loc")
+    return {} if mean is None or mean.size > MOST_WATCHED or "log_scale" not in params else {"_mean": mean}
+
+
+def white_sds(params: dict[str, Any]) -> np.ndarray:
+    """Of q, in the coordinates of its parameters."""
+    sds = np.exp(np.asarray(params["log_scale"], np.float64))
+    if "tril" in params:
+        return sds * np.sqrt(1 + np.sum(np.tril(np.asarray(params["tril"], np.float64), -1) ** 2, axis=1))
+    if "factor" in params:
+        return np.sqrt(sds**2 + np.sum(np.asarray(params["factor"], np.float64) ** 2, axis=1))
+    return sds
