@@ -145,7 +145,7 @@ class Phase(NamedTuple):
     """
 
     name: str  # "mode", "rounds", "nodes", "posterior", "correct": also the stream of its random numbers
-    algorithm: FederatedAlgorithm
+    algorithm: Any  # a FederatedAlgorithm
     # (left, the algorithm's fresh server state) -> Begun; None: there is nothing to check. At the server.
     begin: Callable[[Left, PyTree], "Begun | None"] = _begin
     # (given, silo state, what a phase or fit before left in this silo, or None) -> silo state. In the silo.
@@ -159,6 +159,7 @@ class Phase(NamedTuple):
     leave_silo: Callable[[PyTree, PyTree], PyTree] | None = None
     cohort: int | None = None  # silos in a round; None: the schedule's (a check asks all, or the next random cohort)
     role: str = "rounds"
+    made: Callable[[], "Phase"] | None = None  # () -> the phase itself, of a start that few runs need
     effort: str = "most"  # of the compiler: "most" for thousands of rounds, "some" for tens, "least" for a few
     look: int | None = None  # rounds between two looks of the host, at most; None: the engine's own number
     remedy: str = "pass a smaller step: optim=optax.adam(1e-3)"  # against a loss that is not finite

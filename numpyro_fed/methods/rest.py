@@ -4,7 +4,7 @@ Steps that fall over a horizon end at rest wherever they are, so the loss alone 
 the mean :math:`\mu_t` of q is averaged in each half. Where it wanders around its place the two averages agree; where it
 is still on its way they differ, by more than the error that wandering leaves them:
 
-.. math:: |\bar\mu_2 - \bar\mu_1| > 0.05\,\sigma + 2\,\mathrm{se}
+.. math:: |\bar\mu_2 - \bar\mu_1| > 0.05\,\sigma + 4\,\mathrm{se}
 
 in sds of q, with standard errors from the averages of shorter stretches. Then another block follows, with twice the
 horizon.
@@ -20,8 +20,8 @@ BLOCKS = 3  # each twice as long as the one before
 FEWEST = 40  # rounds that tell a trend from noise
 LATEST = 512  # rounds whose losses are compared
 BEYOND_NOISE, FELL = 4.0, 0.05  # standard errors, and nats: a twentieth moves a mean by a third of an sd
-STRETCHES = 5  # of half a block
-FAR, BEYOND_ERROR = 0.05, 2.0  # sds, and standard errors
+STRETCHES = 10  # of half a block
+FAR, BEYOND_ERROR = 0.05, 4.0  # sds, and standard errors
 MOST_WATCHED = 1000  # dimensions in which every round's mean is kept
 
 
@@ -52,8 +52,8 @@ def still_drifting(means: np.ndarray, sds: np.ndarray) -> str:
     averages = np.stack([one.mean(axis=0) for one in stretches])
     first, second = averages[:STRETCHES], averages[STRETCHES:]
     moved = np.abs(second.mean(axis=0) - first.mean(axis=0))
-    # the second half's own: in the first, the way from the start would count as noise
-    error = second.std(axis=0, ddof=1) * np.sqrt(2 / STRETCHES)
+    # of the second half, from its neighbouring stretches: a drift, or the way from the start, would count as noise
+    error = np.sqrt(np.mean(np.diff(second, axis=0) ** 2, axis=0) / STRETCHES)
     if not np.any(moved > FAR + BEYOND_ERROR * error):
         return ""
     return f"the mean moved by {np.max(moved):.2g} sd from the first to the second half of {len(means)} rounds: {MORE}"

@@ -32,6 +32,7 @@ from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.rest import BLOCKS, at_rest
 from numpyro_fed.methods.sfvi_step import Optims, Parts, SFVIMessage, SFVIServer, SFVISilo, step_parts
+from numpyro_fed.methods.site_start import site_start
 from numpyro_fed.model.observations import silo_terms
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
@@ -137,7 +138,7 @@ class SFVI(Method):
             blocks = [plan.num_rounds]
         phases = [self._rounds_phase(split, survey, plan, guide, algorithm, rounds) for rounds in blocks]
         if self._can_start(split):
-            phases = [*mode_phases(split, self.start_rounds, survey), *phases]
+            phases = [*mode_phases(split, self.start_rounds, survey), *site_start(split, survey, plan.names), *phases]
         return Program(tuple(phases), posterior)
 
     def posterior_of(self, split: SplitModel, survey: Survey) -> GuidePosterior:

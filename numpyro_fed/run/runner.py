@@ -127,7 +127,8 @@ class Runner:
         """The first that converges; else the best of them, and a hint that it may not do."""
         local: tuple | None = None
         failed: NonFinite | None = None
-        for phase in phases:
+        for given in phases:
+            phase = given if given.made is None else given.made()
             key = self._key(phase)
             ended = self._loop(phase, key, *self._begin(phase, key, left, None, None), 0, lambda first, count: None)
             found = phase.finish(left, ended.server, ended.info)
