@@ -97,8 +97,8 @@ class Method:
             rng_key: ``jax.random.key(0)``.
             silos: the data, an :class:`~numpyro_fed.Silos`; for FedPA, FedAvg and SEP also a
                 :class:`~numpyro_fed.SiloStore`, of which each round's cohort is read.
-            num_rounds: rounds after the start; by default the method's own number. For methods that notice when
-                nothing moves any more, the largest number.
+            num_rounds: rounds after the start. By default as many as are needed until the posterior is at rest, up to
+                a limit of the method's; of EP and PVI the largest number.
             schedule: who takes part in a round: None (all), ``"sequential"``, ``"asynchronous"`` (EP and PVI),
                 ``nf.schedules.sampled(cohort_size)``.
             engine: where it runs; by default ``nf.engines.Vmap()``, for a store ``nf.engines.Streamed()``.

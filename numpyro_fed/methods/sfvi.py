@@ -67,8 +67,8 @@ class SFVI(Method):
             draws bring the posterior closer to NUTS, at K times a step's cost.
         num_particles: draws of z_G averaged in a round.
         silo_optim: the silos' own optimiser, and that of an encoder's weights.
-        start_rounds: at most so many rounds of mode finding before the first. With 0, and above 200 dimensions, the
-            globals' location is random and near zero.
+        start_rounds: at most so many rounds for each of up to three searches for the mode, before the first. With 0,
+            and above 200 dimensions, the globals' location is random and near zero.
         init_loc_fn: a NumPyro initialisation strategy (``init_to_sample``, ``init_to_value(values=...)``) for the
             globals' location in place of mode finding.
         batch_size: rows of a silo that a step looks at, drawn anew each time (in long format: groups, with all their
