@@ -68,6 +68,6 @@ def restless(rest: Rest) -> Float[Array, ""]:
     (True, True)
     """
     error = jnp.sqrt(rest.noise)
-    chance = jnp.sqrt(2 * jnp.log(2.0 * error.shape[0]))  # about the largest of so many normal numbers
+    chance = jnp.sqrt(2 * jnp.log(8.0 * error.shape[0]))  # of so many normal numbers, 3 times in 100 one is larger
     drift = jnp.where(jnp.abs(rest.drift) > chance * error, jnp.abs(rest.drift), 0.0)
     return jnp.where(rest.rounds > 0, jnp.max(jnp.maximum(error, drift)), FARTHEST)
