@@ -140,6 +140,8 @@ COLUMNS = ["", "flagged, max z", "chi-square", "shifted silo found, max z", "chi
 def main(args):
     rows = []
     for name, case in CASES.items():
+        if args.only not in name:
+            continue
         rows.append(line(name, measure(case, args.num, 0.0), measure(case, args.num_shifted or args.num, 1.0, seed=1)))
         print(rows[-1], flush=True)
     print(table(COLUMNS, rows))
@@ -149,4 +151,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--num", type=int, default=300, help="data sets of silos that agree")
     parser.add_argument("--num-shifted", type=int, default=None, help="with a shifted silo; by default as many")
+    parser.add_argument("--only", default="", help="of the cases, those whose names hold this: 'logistic'")
     main(parser.parse_args())

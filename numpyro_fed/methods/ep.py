@@ -24,8 +24,9 @@ class EP(Factorised):
             ``"diagonal"`` or ``"identity"`` family: ``"fisher"``, ``"ngvi"``, ``"iasg"``, ``"identity"`` (the paper's
             L, V, M and I), which take time and memory linear in their number.
         server_optim: an optax optimiser over the natural parameters, as adaptive damping; sites move with q.
-        tolerance: the run stops early when in a sweep over all silos no mean moves by this many sds (nor the
-            symmetrised KL by as much); 0 never does.
+        tolerance: the run stops when in a sweep over all silos no mean moves by this many sds (nor the root of the
+            symmetrised KL by as much), after 50 sweeps at most; 0 never does. With solvers that draw, when the Monte
+            Carlo error that they leave in the posterior is below five times this and nothing moves beyond that.
         local, shared: names of sites or plates, where the automatic partition is to be overridden.
 
     Example:

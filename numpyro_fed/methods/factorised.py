@@ -36,6 +36,7 @@ from numpyro_fed.solvers import Solver
 
 Array = jax.Array
 LEAST_EFFECTIVE = 0.02  # of a silo's points or draws, below which its moments are noise
+NOISE = 5.0  # so many tolerances of Monte Carlo error may be left in the posterior by a solver that draws
 NEARLY = 0.5  # sds that a posterior may still move when its nodes are checked
 MOST_DENSE = 500  # dimensions in which a matrix of natural parameters is still a good idea
 
@@ -70,7 +71,7 @@ class Factorised(Method):
 
     accepts_stale: ClassVar[bool] = True
     tied: ClassVar[bool] = False  # one site for all, of which each silo owns a share
-    sweeps: ClassVar[int] = 8  # by default, at most
+    sweeps: ClassVar[int] = 50  # at most; nothing moves any more long before, where all is well
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,8 +108,8 @@ class Factorised(Method):
             begin=lambda left, fresh: self._begin(split, chosen.solver, plan, left, fresh),
             begin_silo=lambda given, state, local: self._begin_silo(split, chosen.solver, given, state, local),
             num_rounds=rounds,
-            done=(lambda info: bool(info["moving"][-1] < self.tolerance)) if stops else None,
-            finish=lambda left, server, info: self._finish(plan.names, left, server, info),
+            done=(lambda info: bool(info["moving"][-1] < self._allowed(chosen.solver))) if stops else None,
+            finish=lambda left, server, info: self._finish(chosen.solver, plan.names, left, server, info),
             effort="some",
             look=plan.sweep if stops else None,
         )
@@ -188,12 +189,11 @@ class Factorised(Method):
         longest, free = solver.step(split.dim, as_family(self.family)), self.damping is None
         step = min(0.5 if plan.stale or plan.random else 1.0, longest) if self.damping is None else self.damping
         first = longest if self.damping is None else self.damping
-        in_turn = plan.cohort == 1 and not plan.random and not plan.stale
         with jax.enable_x64(True):
             return server._replace(
                 step=jnp.asarray(step, jnp.float64),
                 initial_step=jnp.asarray(first, jnp.float64),
-                robbins_monro=jnp.asarray(free and solver.noisy and not in_turn),
+                robbins_monro=jnp.asarray(free and solver.noisy),
                 backtrack=jnp.asarray(free and plan.cohort is None),  # else rounds are different silos' moves
             )
 
@@ -232,7 +232,11 @@ class Factorised(Method):
         frame = LocalLaplace.from_sds(given.loc, local.loc, local.scale, local.coupling or state.frame.coupling)
         return state._replace(frame=frame, local_posterior=frame)
 
-    def _finish(self, names: Any, left: Left, server: SitesServer, info: dict[str, Any]) -> Left:
+    def _allowed(self, solver: Solver) -> float:
+        """Movement, in sds, below which rounds are at rest."""
+        return self.tolerance * (NOISE if solver.noisy else 1.0)
+
+    def _finish(self, solver: Solver, names: Any, left: Left, server: SitesServer, info: dict[str, Any]) -> Left:
         """Whether everybody was heard, nothing moves any more, and what was heard was worth hearing."""
         moving, left = np.asarray(server.moving), left._replace(server=server)
         silent = [names[j] for j in np.flatnonzero(moving >= UNHEARD)[:6].tolist()]
@@ -245,12 +249,15 @@ class Factorised(Method):
                 "solver",
                 moving=True,
             )
-        if np.max(moving, initial=0.0) >= self.tolerance > 0:
+        moves, allowed = float(info["moving"][-1]), self._allowed(solver)
+        if moves >= allowed > 0:
+            noise = "or its Monte Carlo error is still as large, " if solver.noisy else ""
             return _doubted(
                 left,
-                f"the posterior still moves by {np.max(moving):.2g} sds a sweep, above tolerance={self.tolerance:g}: "
-                "it is not yet the method's answer. Run more rounds, run(..., init_state=fit.state); if it does not "
-                "settle, pass damping=0.5 or another solver, or a tolerance= above the solver's noise",
+                f"the posterior still moves by {moves:.2g} sds a sweep, {noise}above tolerance={self.tolerance:g}"
+                f"{f' x {NOISE:g}' if solver.noisy else ''}: it is not yet the method's answer. Run more rounds, "
+                "run(..., init_state=fit.state); if it does not settle, pass damping=0.5 or another solver"
+                + (" or one with more draws, nf.solvers.HMC(num_chains=200)" if solver.noisy else ""),
                 moving=True,
             )
         effective = float(info["ess"][-1])

@@ -88,6 +88,7 @@ class SitesPosterior:
                 visits=take(server.visits),
                 moving=take(server.moving),
                 values=server.values[np.array([*order, -1])],
+                rest=jax.tree.map(jnp.zeros_like, server.rest),  # what moved before was another posterior
             )
 
     def joined(self, fresh: Any, old: Any, places: np.ndarray) -> Any:
@@ -99,6 +100,7 @@ class SitesPosterior:
                 visits=grown(fresh.visits, old.visits),
                 moving=grown(fresh.moving, old.moving),
                 values=fresh.values.at[places].set(old.values[: len(places)]).at[-1].set(old.values[-1]),
+                rest=fresh.rest,
             )
 
     def joined_silo(self, fresh: PyTree, old: PyTree, rows: dict[str, tuple[np.ndarray, np.ndarray]]) -> PyTree:

@@ -1,7 +1,7 @@
 """Partitioned variational inference (Ashman et al. 2022): EP's algebra with free energies for moments."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from numpyro_fed.methods.factorised import Factorised
 from numpyro_fed.model.split_model import SplitModel
@@ -34,8 +34,6 @@ class PVI(Factorised):
         >>> fit.summary().index.tolist()
         ['beta[0]', 'beta[1]']
     """
-
-    sweeps: ClassVar[int] = 20
 
     def _check_solver(self, solver: Any) -> Solver:
         found = as_solver(solver)

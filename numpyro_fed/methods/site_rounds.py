@@ -13,7 +13,7 @@ from numpyro_fed.model.observations import num_observations
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
-from numpyro_fed.normal import sites, trust
+from numpyro_fed.normal import rest, sites, trust
 from numpyro_fed.normal.families import Family, Natural, power, product, quotient
 from numpyro_fed.normal.prior import Prior
 from numpyro_fed.normal.sites import Sites
@@ -40,6 +40,7 @@ class SitesServer(NamedTuple):
     previous_move: Array  # (2 d,): the last round's move of each mean and log sd, in sds
     opt_state: Any
     solver_state: Any  # what the solver keeps for the prior
+    rest: Any = ()  # of a solver that draws: what its noise leaves in the posterior (:mod:`numpyro_fed.normal.rest`)
     total: Any = ()  # where sites are tied: observations in all silos, as far as they are known; float64
     heard: Any = ()  # (2,): observations and messages so far, from which the total is guessed where it is not known
 
@@ -115,6 +116,7 @@ def site_rounds(
             jnp.zeros(2 * d),
             opt_state,
             solver.init_state(family, prior.factor),
+            rest.unknown(2 * d) if solver.noisy else (),
             *(counts if tied else ()),
         )
 
@@ -206,13 +208,18 @@ def site_rounds(
             move @ move > RESTLESS * server.previous_move @ server.previous_move
         )
         # a short step moves little: what counts is how far a whole one would have gone
-        whole = distance / jnp.clip(jnp.max(to_user_dtype(steps)), LEAST_STEP, 1.0)
+        longest = jnp.clip(jnp.max(to_user_dtype(steps)), 1 / UNHEARD, 1.0)
+        whole = distance / jnp.maximum(longest, LEAST_STEP)
         moving = server.moving.at[index].set(jnp.where(heard, jnp.minimum(whole, UNHEARD), UNHEARD))
+        far_off, noise = jnp.max(moving), server.rest
+        if solver.noisy:
+            noise = rest.after(noise, move, longest, len(index) / num, ~warming_up(server, old))
+            far_off = jnp.where(far_off < UNHEARD, rest.restless(noise), UNHEARD)
         info = {
             "loss": -jnp.clip(jnp.nan_to_num(normaliser + jnp.sum(values)), -UNHEARD, UNHEARD),
             "divergence": far.divergence,
             "shift": far.shift,
-            "moving": jnp.max(moving),
+            "moving": far_off,
             "ess": jnp.min(messages.ess),
             "skipped": jnp.sum(~heard),
         }
@@ -235,6 +242,7 @@ def site_rounds(
             values=values,
             opt_state=opt_state,
             solver_state=solver_state,
+            rest=noise,
         )
         return server, info
 
