@@ -75,7 +75,10 @@ def exact_draws(key, start, log_density, num_samples):
 
 def playground_methods():
     """The five of Fig. 1. MB-SGD is FedAvg with one step."""
-    average = nf.FedAvg(quadratic, optim=optax.sgd(10**-1.5), batch_size=1, local_steps=1, prior=False)
+    paper = dict(prior=False, start_rounds=0)
+    average = nf.FedAvg(
+        quadratic, optim=optax.sgd(10**-1.5), batch_size=1, local_steps=1, last_look=False, **paper
+    )
     posterior = nf.FedPA(
         quadratic,
         sampler=exact_draws,
@@ -84,8 +87,8 @@ def playground_methods():
         stein=False,
         averaging_rounds=0,
         server_optim=optax.sgd(0.1),
-        prior=False,
         posterior=False,
+        **paper,
     )
     return {
         "MB-SGD": average,
@@ -210,7 +213,8 @@ def make_regression(rng, num, d, informative=10, noise=1.0):
 def silo_step(method, silos):
     """A silo's own work in a round, as a function (key, w, data) of arrays, and its data."""
     split, survey, stack, _ = method.prepare(silos)
-    algorithm = method.compile(split, survey, Plan(names=silos.names)).phases[0].algorithm
+    phases = method.compile(split, survey, Plan(names=silos.names)).phases
+    algorithm = next(phase.algorithm for phase in phases if phase.role == "rounds")
 
     def step(key, w, data):
         zero = jnp.zeros((), w.dtype)
@@ -375,16 +379,17 @@ def exact_posterior(silos):
 
 
 def least_squares_methods():
-    average = nf.FedAvg(regression)
+    average = nf.FedAvg(regression, start_rounds=0, last_look=False)
+    posterior = nf.FedPA(regression, start_rounds=0, posterior=False)
     return {
         "FedAvg, 1 step": replace(average, local_steps=1),
         "FedAvg, 10 steps": replace(average, local_steps=10),
         "FedAvg, 100 steps": replace(average, local_steps=100),
-        "FedPA": nf.FedPA(regression, posterior=False),
-        "FedPA, stein=False": nf.FedPA(regression, stein=False, posterior=False),
-        "FedPA, batches of 20": nf.FedPA(regression, batch_size=20, posterior=False),
-        "FedPA, batches of 20, seven times the steps": nf.FedPA(
-            regression, batch_size=20, num_warmup=500, thinning=100, posterior=False
+        "FedPA": posterior,
+        "FedPA, stein=False": replace(posterior, stein=False),
+        "FedPA, batches of 20": replace(posterior, batch_size=20),
+        "FedPA, batches of 20, seven times the steps": replace(
+            posterior, batch_size=20, num_warmup=500, thinning=100
         ),
     }
 

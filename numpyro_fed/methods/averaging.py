@@ -13,7 +13,7 @@ posterior in these units is :math:`\propto p(y_k \mid w)^{1 / n_k}`, whose covar
 :math:`p(y_k \mid w)`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,6 +29,7 @@ from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.walk import Flat, flat
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
+from numpyro_fed.methods.closing import climb
 from numpyro_fed.model.initial import initial
 from numpyro_fed.model.observations import num_observations
 from numpyro_fed.model.split_model import SplitModel
@@ -36,6 +37,7 @@ from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.normal.curvature import largest_curvature
 from numpyro_fed.optim import check_optim, with_horizon
+from numpyro_fed.run.mode import MAX_DIM, MAX_ROUNDS, mode_phases
 
 Array = jax.Array
 NEAR_ZERO = 0.1  # sd of the location where nobody says where to begin
@@ -78,7 +80,6 @@ class Made(NamedTuple):
 
     task: Task
     rounds: FederatedAlgorithm
-    last: FederatedAlgorithm | None
 
 
 def epoch(task: Task, without: int) -> int:
@@ -98,6 +99,7 @@ class Averaging(Method):
     proximal: float = 0.0
     prior: bool = True
     init_loc_fn: Any = None
+    start_rounds: int = MAX_ROUNDS
     local: Any = None
     shared: Any = None
 
@@ -112,6 +114,7 @@ class Averaging(Method):
                 check_optim(getattr(self, name), name)
         check_count("batch_size", self.batch_size, optional=True)
         check_count("local_steps", self.local_steps, optional=True)
+        check_count("start_rounds", self.start_rounds, least=0)
         if not is_number(self.proximal) or not self.proximal >= 0:
             raise ValueError(f"proximal must be a number of at least 0, got {self.proximal!r}")
         if not isinstance(self.prior, bool):
@@ -165,11 +168,17 @@ class Averaging(Method):
             effort="some",
             remedy=self.remedy,
         )
-        return Program((phase, *self._checks(made, plan)), self.posterior_of(split, survey))
+        start = mode_phases(split, self.start_rounds) if self._can_start(split, plan) else ()
+        return Program((*start, phase, *self._checks(made, plan)), self.posterior_of(split, survey))
+
+    def _can_start(self, split: SplitModel, plan: Plan) -> bool:
+        """A mode is looked for where every silo takes part, and a Hessian is cheap."""
+        everyone = plan.cohort is None
+        return everyone and self.init_loc_fn is None and self.start_rounds > 0 and flat(split).size <= MAX_DIM
 
     def _core(self) -> "Averaging":
         """The settings that are part of the compiled program."""
-        return self
+        return replace(self, start_rounds=0)
 
     def _made(self, split: SplitModel, survey: Survey) -> Made:
         own = flat(split)
@@ -183,17 +192,19 @@ class Averaging(Method):
             batching,
             survey,
         )
-        return Made(task, self.algorithm(task), self._last_look(task))
+        return Made(task, self.algorithm(task))
 
     def _goal(self) -> Goal:
         return Goal(self.optim, self.prior, self.proximal)
 
-    def _last_look(self, task: Task) -> FederatedAlgorithm | None:
-        """One more round at the end, of a method that has one."""
-        return None
-
     def _checks(self, made: Made, plan: Plan) -> tuple[Phase, ...]:
+        """Closing rounds, of a method that has some."""
         return ()
+
+    def _climbing(self, made: Made) -> FederatedAlgorithm:
+        """Rounds in which silos tell gradient and Hessian at one point."""
+        make = lambda: climb(made.task, self.prior)
+        return remembered(make, "climb", ByIdentity(made.task.flat.split), made.task.survey, self.prior)
 
     def _check_model(self, split: SplitModel) -> None:
         name = type(self).__name__

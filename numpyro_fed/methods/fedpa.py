@@ -10,31 +10,43 @@ the silos work between two rounds. Federated averaging takes the identity for :m
 Covariances are shrunk estimates from few samples (:mod:`numpyro_fed.normal.moments`), and nothing in a silo is larger
 than samples times dimensions.
 
+What that targets. The zero of the mean of all :math:`\Delta_k` is the mode of the product of the *normals*, each with
+the mean and covariance of a silo's own posterior. Where likelihoods are normal, that is the posterior's mode. Where
+they are not (a logistic regression in silos of twenty rows), silos look at their likelihoods far from where the others
+are, and the answer is neither the posterior's mode nor its spread, however many rounds and samples there are: more than
+one posterior sd off, where silos differ. So in up to 200 dimensions closing rounds look at one point together and take
+Newton steps until the posterior's gradient is zero (:mod:`numpyro_fed.methods.closing`); ``closing="samples"`` keeps
+the point of the paper's algorithm, and adds up the precisions of the silos' samples around it.
+
 Where we deviate. The paper has no prior: here the server adds its gradient, so that the target is the posterior's mode
-(in unconstrained space); ``prior=False`` gives the paper's. Samples of averaged stochastic gradients are rescaled to
-the units of mean losses: averages of K iterates with minibatches of B have the covariance of the posterior of K B
-observations (Mandt, Hoffman and Blei 2017). Where silos use all of their rows, gradients have no noise, and Langevin's
-is added. In the end one more round asks for the silos' precisions at the mode; their sum is a normal posterior.
+(in unconstrained space); ``prior=False`` gives the paper's. Averages of K iterates with minibatches of B have the
+covariance of the posterior of K B observations (Mandt, Hoffman and Blei 2017), and are rescaled to the units of mean
+losses; the paper's code takes them as they are, and so do we where ``shrinkage`` is its :math:`\rho`. Where silos use
+all of their rows, gradients have no noise, and Langevin's is added.
 """
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from numpyro_fed.algorithm import Begun, Broadcast, FederatedAlgorithm, Left, Phase, Plan
-from numpyro_fed.checks import check_count
+from numpyro_fed.algorithm import Begun, Phase, Plan
+from numpyro_fed.checks import check_count, is_number
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.local.descent import Task, walk_from
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.walk import Flat, flat
-from numpyro_fed.methods.averaging import Averaging, AveragingServer, Made, epoch
+from numpyro_fed.memo import ByIdentity, remembered
+from numpyro_fed.methods.averaging import Averaging, Made, epoch
+from numpyro_fed.methods.closing import MOST_ROUNDS as MOST_CLOSING
+from numpyro_fed.methods.closing import arrived, climb_phase
 from numpyro_fed.methods.fedavg import LOCAL_STEPS, MOST_ROUNDS, ROUNDS
-from numpyro_fed.methods.fedpa_posterior import DENSE, PrecisionsPosterior, dense, low_rank
+from numpyro_fed.methods.fedpa_posterior import DENSE, PrecisionsPosterior
+from numpyro_fed.methods.sampled_closing import closed, opening, sampled_look
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
@@ -45,7 +57,8 @@ from numpyro_fed.solvers.draws import SAMPLERS
 
 Array = jax.Array
 FEW, MANY = 20, 100  # dimensions: up to which there are plenty of samples, and from which there are few
-BATCH, RHO = 20, 1e-3  # in many dimensions
+BATCH, RHO = 20, 1e-3  # in many dimensions; rho of samples in units of mean losses
+CLOSINGS = ("newton", "samples")
 PLENTY = 10  # samples for each dimension, so that a covariance needs no shrinking
 THINNING, WARMUP = 10, 200  # steps of Langevin dynamics: between two samples, and before the first
 MOST_SAMPLED = 500  # dimensions in which a Hessian is still a good idea
@@ -55,23 +68,12 @@ MOMENTUM = 0.8
 
 
 class Drawn(NamedTuple):
+    """Samples of a silo's posterior, spread as that of its mean loss is."""
+
     draws: Array  # (l, d)
     gradients: Array | None  # (l, d), of the mean loss, where all of the silo's rows are used
     loss: Array  # the mean loss at the server's point
-
-
-class Precisions(NamedTuple):
-    """All that leaves a silo in the closing round: its precision diag(e) + Q' diag(q) Q, in units of mean losses."""
-
-    diagonal: Array  # (d,): e
-    weights: Array  # (r,): q
-    directions: Array  # (r, d): Q
-    rows: Array
-
-
-class Closing(NamedTuple):
-    server: AveragingServer
-    found: Precisions  # stacked
+    spread: Array | None  # variances over those of the paper's samples, averages of minibatch steps; None: as they are
 
 
 @dataclass(frozen=True)
@@ -91,28 +93,37 @@ class FedPA(Averaging):
             the later rounds have.
         proximal: FedProx's mu, in the rounds of federated averaging.
         prior: with the prior of the model, which the server owns; False for the mode of the likelihood, as the paper.
-        init_loc_fn: a NumPyro initialisation strategy (``init_to_sample``) for the globals; by default near zero.
+        init_loc_fn: a NumPyro initialisation strategy (``init_to_sample``) for the globals; by default the posterior's
+            mode, as far as ``start_rounds`` of Newton's method find it.
+        start_rounds: at most so many rounds of mode finding before the first. With 0, above 200 dimensions, and where
+            cohorts or stores leave silos out, the first point is near zero.
         sampler: ``"iasg"`` (iterate-averaged stochastic gradients, the paper's Algorithm 4), ``"laplace"`` or
             ``"nuts"`` (in up to 500 dimensions, where silos' likelihoods have a mode), or a function
             (:mod:`numpyro_fed.solvers.draws`).
         num_samples: l; by default 100, in up to 20 dimensions at least ten times as many, above 100 dimensions 10.
         shrinkage: of the sample covariances: ``"oas"`` or ``"rblw"`` choose from the samples; a number is the paper's
-            :math:`\rho`, with :math:`\hat\Sigma = I / (1 + (\ell - 1) \rho) + \dots`, in units of mean losses (0 is the
-            identity); ``math.inf`` takes the sample covariance as it is, for more samples than dimensions, and is the
-            default with ten times as many. Else that is ``"oas"``, and .001 above 100 dimensions, where silos' samples
-            say little of their posteriors' scales.
+            :math:`\rho`, with :math:`\hat\Sigma = I / (1 + (\ell - 1) \rho) + \dots` (0 is the identity): of averaged
+            minibatch steps as they are, of other samples in units of mean losses; ``math.inf`` takes the sample
+            covariance as it is, for more samples than dimensions, and is the default with ten times as many. Else that
+            is ``"oas"``, and above 100 dimensions, where silos' samples say little of their posteriors' scales, .001
+            in units of mean losses (a :math:`\rho` of K B / 1000, and a server's step that is the smaller).
         thinning: K; by default an epoch of the largest silo, or 10 steps with Langevin's noise.
         num_warmup: steps before the first sample of a visit; by default an epoch, or 200.
         averaging_rounds: rounds of federated averaging at the beginning.
         stein: correct :math:`\Delta_k` by the gradients at the samples (Stein's identity), which takes most of their
             noise away. By default where steps use all of a silo's rows. With minibatches it costs about another epoch
             for each sample, and removes what the walk's own covariance has wrong; False for the paper's.
-        posterior: whether a closing round looks for the posterior around the mode. Its message is l vectors.
+        posterior: whether closing rounds look for the posterior around the mode.
+        closing: ``"newton"``: rounds (at most 20, mostly two or three) in which silos tell gradient and Hessian at the
+            server's point, until the gradient is zero; the default in up to 200 dimensions where every silo takes part.
+            ``"samples"``: one round, whose message is l vectors; the default elsewhere.
         local, shared: names of sites or plates, where the automatic partition is to be overridden.
 
-    Draws of the fit are those of a normal around the mode, whose precision is the prior's (above 200 dimensions: the
-    diagonal of it) and the sum of the silos' shrunk estimates: as good as their samples are. The model's params stay
-    at the mode.
+    Draws of the fit are those of a normal. After Newton steps it is the Laplace approximation at the posterior's mode;
+    else it is around the rounds' own point, its precision the prior's (above 200 dimensions: the diagonal of it) and
+    the sum of the silos' shrunk estimates: as good as their samples are. The model's params stay at the mode.
+    ``fit.state.server`` keeps the rounds' own point. A gradient that is not small in posterior sds is a reason in
+    ``fit.verdict``.
 
     Example:
         >>> fit = nf.FedPA(model).run(jax.random.key(0), silos, 10)
@@ -128,6 +139,7 @@ class FedPA(Averaging):
     averaging_rounds: int = 5
     stein: bool | None = None
     posterior: bool = True
+    closing: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,6 +149,8 @@ class FedPA(Averaging):
         check_count("thinning", self.thinning, optional=True)
         check_count("num_warmup", self.num_warmup, least=0, optional=True)
         check_count("averaging_rounds", self.averaging_rounds, least=0)
+        if self.closing is not None and self.closing not in CLOSINGS:
+            raise ValueError(f"closing is {self.closing!r}; use 'newton' or 'samples', or leave it out")
         if not callable(self.sampler) and self.sampler not in ("iasg", *SAMPLERS):
             raise ValueError(
                 f"sampler is {self.sampler!r}; use 'iasg', 'laplace', 'nuts', or a function sampler(rng_key, start, "
@@ -153,7 +167,7 @@ class FedPA(Averaging):
     )
 
     def _core(self) -> "FedPA":
-        return replace(self, posterior=True)
+        return replace(self, posterior=True, closing=None, start_rounds=0)
 
     def _averaging_rounds(self) -> int:
         return self.averaging_rounds
@@ -229,13 +243,15 @@ class FedPA(Averaging):
         if self.sampler != "iasg":
             sampler = SAMPLERS[self.sampler] if isinstance(self.sampler, str) else self.sampler
             draws, loss, spread = sampler(key, w, density, self._num(own)), -density(w) / number, number
+            averaged = None
         else:
             draws, loss, spread = self._iterates(task, key, w, data, number)
+            averaged = None if task.batching is None else spread
         wider = lambda x: (centre := jnp.mean(x, axis=0)) + jnp.sqrt(spread) * (x - centre)
         gradients = None
         if stein or (stein is None and task.batching is None):
             gradients = wider(jax.lax.map(jax.grad(lambda x: -density(x) / number), draws))
-        return Drawn(wider(draws), gradients, loss)
+        return Drawn(wider(draws), gradients, loss, averaged)
 
     def _iterates(self, task: Task, key: Array, w: Array, data: SiloData, number: Array) -> tuple[Array, Array, Array]:
         """Averages of successive iterates, the loss at the first, and the posterior's variance over theirs."""
@@ -249,31 +265,54 @@ class FedPA(Averaging):
         return draws, loss, spread
 
     def _posterior_delta(self, task: Task, key: Array, w: Array, data: SiloData) -> tuple[Array, Array, Array]:
-        draws, gradients, loss = self._draws(task, key, w, data, self.stein)
-        rho = self._rho(task.flat)
-        shrunk = moments.shrinkage(draws, rho)
-        delta = moments.delta(w, draws, rho, shrunk)
+        draws, gradients, loss, _ = drawn = self._draws(task, key, w, data, self.stein)
+        shrunk = self._shrunk(task.flat, drawn)
+        delta = moments.delta(w, draws, None, shrunk)
         if gradients is not None:
             delta = moments.corrected(delta, draws, gradients, shrunk)
         return to_user_dtype(delta), loss, to_user_dtype(moments.largest(draws, shrunk, gradients))
 
+    def _shrunk(self, flat: Flat, drawn: Drawn, closing: bool = False) -> moments.Shrinkage:
+        """The covariance that stands for the silo's; a number is the paper's rho, of samples as its code takes them."""
+        shrunk = moments.shrinkage(drawn.draws, self._rho(flat, closing))
+        if drawn.spread is None or not (is_number(self.shrinkage) and math.isfinite(self.shrinkage)):
+            return shrunk
+        return moments.of_narrower(shrunk, drawn.spread, restored=closing)
+
     # --- the posterior ----------------------------------------------------------------------------------------------
 
     def _checks(self, made: Made, plan: Plan) -> tuple[Phase, ...]:
-        if not self.posterior or made.last is None:
+        if not self.posterior:
             return ()
-        asked = self._asked(made.task, plan)
-        look = Phase(
+        if self._closing(made.task, plan) == "newton":
+            phase = climb_phase("posterior", self._climbing(made), made.task, MOST_CLOSING, arrived)
+        else:
+            phase = self._sampled(made.task, plan)
+        return (phase._replace(lacks="; it has a mode and no posterior around it"),)
+
+    def _closing(self, task: Task, plan: Plan) -> str:
+        """How the posterior is looked for: from Hessians where every silo can be asked for one."""
+        everyone = plan.cohort is None and task.survey.known
+        if self.closing == "newton" and (task.flat.size > DENSE or not everyone):
+            raise ValueError(
+                f"closing='newton' asks every silo for a Hessian in each of a few rounds, at most {DENSE} dimensions "
+                f"wide; here are {task.flat.size}, and silos that "
+                f"{'all take part' if everyone else 'do not all take part'}: leave closing= out"
+            )
+        return self.closing or ("newton" if everyone and task.flat.size <= DENSE else "samples")
+
+    def _sampled(self, task: Task, plan: Plan) -> Phase:
+        asked = self._asked(task, plan)
+        make = lambda: sampled_look(task, partial(self._precision, task))
+        return Phase(
             "posterior",
-            made.last,
-            begin=lambda left, fresh: Begun(self._opening(made.task, left.server, asked)),
-            finish=lambda left, state, info: self._closed(made.task, left, state),
+            remembered(make, "samples", self._core(), ByIdentity(task.flat.split), task.survey),
+            begin=lambda left, fresh: Begun(opening(task.flat, left.server, self._num(task.flat), asked)),
+            finish=lambda left, state, info: closed(task, self.prior, left, state),
             cohort=asked,
             role="check",
             effort="least",
-            lacks="; it has a mode and no posterior around it",
         )
-        return (look,)
 
     def _asked(self, task: Task, plan: Plan) -> int:
         """Everyone where that is cheap; in many dimensions no more than fit into memory."""
@@ -283,43 +322,10 @@ class FedPA(Averaging):
             return num_silos if task.survey.known else max(cohort, min(num_silos, MOST_ASKED))
         return max(1, min(cohort, MOST_NUMBERS // (own.size * self._num(own))))
 
-    def _last_look(self, task: Task) -> FederatedAlgorithm:
-        own: Flat = task.flat
-
-        def broadcast(key: Array, state: Closing) -> Broadcast:
-            return Broadcast(own.joined(state.server))
-
-        def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Precisions, tuple]:
-            # averages of minibatch steps have the spread of the rows' gradients; those of all rows know the curvature
-            stein = True if self.stein is None and own.size <= MANY else self.stein
-            draws, gradients, _ = self._draws(task, key, broadcast.common, data, stein)
-            found = moments.precision(draws, moments.shrinkage(draws, self._rho(own, closing=True)), gradients)
-            diagonal, weights, directions = to_user_dtype(found)
-            return Precisions(diagonal, weights, directions, task.count(data)), silo
-
-        def server_step(key: Array, state: Closing, found: Precisions) -> tuple[Closing, dict]:
-            return Closing(state.server, found), {}
-
-        aggregate = lambda messages, cohort: messages
-        return FederatedAlgorithm(
-            lambda key: (), lambda key, broadcast, data: (), broadcast, silo_step, aggregate, server_step
-        )
-
-    def _opening(self, task: Task, server: AveragingServer, num_asked: int) -> Closing:
-        own = task.flat
-        rank = min(self._num(own), own.size)
-        zeros = lambda *shape: jnp.zeros((num_asked, *shape), server.z.dtype)
-        return Closing(server, Precisions(zeros(own.size), zeros(rank), zeros(rank, own.size), zeros()))
-
-    def _closed(self, task: Task, left: Left, state: Closing) -> Left:
-        own, server = task.flat, left.server
-        found = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.found)
-        rows = found.rows * float(server.total) / found.rows.sum()  # those who were asked stand for all
-        weights = (rows[:, None] * found.weights).reshape(-1)
-        every = own.size <= DENSE or own.size == found.weights.shape[1]
-        make = dense if every else low_rank
-        around, doubt = make(
-            own, own.joined(server), rows @ found.diagonal, weights, found.directions.reshape(-1, own.size), self.prior
-        )
-        around = jax.tree.map(lambda leaf: jnp.asarray(leaf, server.z.dtype), around)
-        return left._replace(server=server._replace(posterior=around), reasons=(*left.reasons, *doubt))
+    def _precision(self, task: Task, key: Array, w: Array, data: SiloData) -> moments.Precision:
+        """Of the silo's samples, in units of mean losses."""
+        # averages of minibatch steps have the spread of the rows' gradients; those of all rows know the curvature
+        stein = True if self.stein is None and task.flat.size <= MANY else self.stein
+        drawn = self._draws(task, key, w, data, stein)
+        shrunk = self._shrunk(task.flat, drawn, closing=True)
+        return moments.precision(drawn.draws, shrunk, drawn.gradients)

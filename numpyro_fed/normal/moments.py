@@ -109,6 +109,22 @@ def shrinkage(draws: Float[Array, "l d"], rho: Any) -> Shrinkage:
     return chosen(draws)
 
 
+def of_narrower(shrunk: Shrinkage, spread: Array, restored: bool) -> Shrinkage:
+    r"""The estimate that ``shrunk`` would have been of draws whose variances were smaller by ``spread``.
+
+    Draws are averages of minibatch steps, made wider until they have the posterior's spread; the paper's rho is for the
+    averages themselves, :math:`\hat\Sigma = \varrho I + (1 - \varrho) S / \text{spread}`.
+
+    Args:
+        restored: times the spread: an estimate of the posterior's covariance, rather than of the averages'.
+    """
+    @in_x64
+    def of(shrunk: Shrinkage, spread: Array) -> Shrinkage:
+        return Shrinkage(shrunk.a * spread if restored else shrunk.a, shrunk.c / spread, shrunk.scale)
+
+    return of(shrunk, spread)
+
+
 def shrunk_variances(
     variances: Float[Array, " d"], error: Float[Array, " d"], share: Array | float | None = None
 ) -> Array:

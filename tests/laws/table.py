@@ -67,6 +67,6 @@ METHODS: dict[str, Any] = {
     "PVI": nf.PVI(homes, tolerance=0),
     "EP, Fisher": nf.EP(homes, family="diagonal", solver=FISHER, tolerance=0),
     "SEP": nf.SEP(homes, family="diagonal", solver="identity", tolerance=0),
-    "FedPA": nf.FedPA(homes, optim=SGD, server_optim=SGD, shrinkage=0.1, averaging_rounds=1, **SAMPLES),
-    "FedAvg": nf.FedAvg(homes, optim=SGD, local_steps=2, batch_size=3),
+    "FedPA": nf.FedPA(homes, optim=SGD, server_optim=SGD, shrinkage=0.1, averaging_rounds=1, start_rounds=0, **SAMPLES),
+    "FedAvg": nf.FedAvg(homes, optim=SGD, local_steps=2, batch_size=3, start_rounds=0),
 }
