@@ -1,9 +1,9 @@
 """The verdict on fits that are right, on real data; and what it costs beside the run.
 
-Six cities (537 children), radon (919 houses in 85 counties) and eight schools (whose posterior no normal fits: corrected
-first), several seeds each, with EP and SFVI. All of these fits agree with NUTS (:mod:`benchmarks.accuracy`,
-:mod:`benchmarks.hierarchical`), so every verdict should be ok. Seconds are of a second run in the same process, with and
-without the check; bytes are those of all silos.
+Six cities (537 children), radon (919 houses in 85 counties) and eight schools (whose posterior no normal fits: it is
+corrected first), several seeds each, with EP and SFVI. All of these fits agree with NUTS (:mod:`benchmarks.accuracy`,
+:mod:`benchmarks.hierarchical`), so every verdict should be ok. Seconds are of a second run in the same process, with
+and without the check; bytes are those of all silos.
 
 Run it with ``python -m benchmarks.verdict_real``.
 """

@@ -131,7 +131,7 @@ def test_a_gradient_that_is_not_small_is_a_reason():
 
 def test_newton_asks_everybody():
     silos = nf.Silos([dict(y=np.ones((3, 2), "f")), dict(y=np.zeros((3, 2), "f"))])
-    with pytest.raises(ValueError, match="closing='newton' asks every silo.*leave closing= out"):
+    with pytest.raises(ValueError, match=r"closing='newton' asks every silo.*leave closing= out"):
         nf.FedPA(point, closing="newton", **SHORT).run(KEY, silos, 1, schedule=nf.schedules.sampled(1))
 
 
