@@ -91,6 +91,23 @@ class GuidePosterior:
         eps = jax.tree.map(lambda leaf: leaf[0], conditional.draw_rows(key, split, data.mask, 1))
         return conditional.sample(guide.condition(own.params, own.base, z, context, data), eps)
 
+    def local_context(self, server: GuideServer) -> tuple[Any, dict[str, Any]]:
+        return self.context(server), theta_of(server)
+
+    def sample_local_with_log_prob(
+        self, key: Key, z: Array, context: tuple[Any, dict[str, Any]], silo: PyTree, data: SiloData
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        split, guide, own = self.split, self.guide, self.own(silo)
+        centre, theta = context
+        if guide.arbitrary:
+            return guide.draw_with_density(key, split, own.params, own.base, z, centre, theta, data)
+        given = guide.condition(own.params, own.base, z, centre, data)
+        eps = jax.tree.map(lambda leaf: leaf[0], conditional.draw_rows(key, split, data.mask, 1))
+        spread = conditional.spread(given, eps)
+        z_local = jax.tree.map(jnp.add, given.loc, spread)
+        active = split.evaluate(z, z_local, theta, data).active
+        return z_local, conditional.log_prob_spread(given, spread, active)
+
     def theta(self, server: GuideServer) -> dict[str, Any]:
         return theta_of(server)
 

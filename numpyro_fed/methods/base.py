@@ -105,7 +105,8 @@ class Method:
             init_state: a ``fit.state`` of the same method (its round counter goes on), or a Fit of any method.
             progress_bar: show rounds, loss and rate.
             check: ask the silos at the end for their densities at 256 points (up to 2,048, where these do not tell)
-                around the posterior, for ``fit.verdict``. These numbers say more of a silo's data than most messages.
+                around the posterior, how good their locals are, and whether there are other modes, for
+                ``fit.verdict``. These numbers say more of a silo's data than most messages.
 
         Returns:
             The fit. Stopped by KeyboardInterrupt, the fit so far.
@@ -141,7 +142,7 @@ class Method:
             raise told from None
         evidence: Any = UNASKED
         if check:
-            evidence = checked(runner, program.posterior, prepared.survey, left.server, left.interrupted)
+            evidence = checked(runner, program.posterior, prepared.survey, left.server, left.interrupted, states)
         found = fit(left, states, evidence)
         if progress_bar:
             tqdm.write(f"verdict: {found.verdict.status}", file=sys.stderr)  # beside the bar

@@ -55,6 +55,18 @@ class SitesPosterior:
         eps = jax.tree.map(lambda leaf: leaf[0], draw_rows(key, self.split, data.mask, 1))
         return silo.local_posterior.at(z, eps)
 
+    def local_context(self, server: Any) -> tuple:
+        """Silos need nothing: their locals' normal is their own."""
+        return ()
+
+    def sample_local_with_log_prob(
+        self, key: Key, z: Array, context: tuple, silo: PyTree, data: SiloData
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        split, own = self.split, silo.local_posterior
+        eps = jax.tree.map(lambda leaf: leaf[0], draw_rows(key, split, data.mask, 1))
+        z_local = own.at(z, eps)
+        return z_local, own.log_prob(eps, split.evaluate(z, z_local, split.theta, data).active)
+
     def theta(self, server: Any) -> dict[str, Any]:
         return {}
 

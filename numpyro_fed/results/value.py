@@ -14,6 +14,7 @@ from numpyro_fed.model.partition_table import Partition
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.results.correction import Correction, HasCorrection
+from numpyro_fed.results.looks import Looks
 from numpyro_fed.results.programs import Programs
 from numpyro_fed.results.state import Again, State
 from numpyro_fed.results.verdict import Evidence, Verdict, corrected_verdict, globals_at, judged
@@ -73,7 +74,8 @@ class Fitted:
     def verdict(self) -> Verdict:
         """Whether the fit is to be trusted, why not, and what to type then; it prints."""
         if self.correction is not None:
-            return corrected_verdict(self.correction, self._globals_at(self.correction.points))
+            looks = Looks() if isinstance(self.evidence, str) else self.evidence.looks
+            return corrected_verdict(self.correction, self._globals_at(self.correction.points), looks)
         normal, draws = None, {}
         if not isinstance(self.evidence, str):
             normal, draws = self.posterior.normal(self.state.server), self._globals_at(self.evidence.points)

@@ -12,6 +12,7 @@ best in pairs, for q's own moments are known under the weights q / t at the same
 
 Both are exact, 0 and 1, where p = q, whatever the points; unpaired, a right q in 20 dimensions shows shifts of .2 by
 chance. Their Monte Carlo errors are those of the paired sums. (Draws of q itself would hide a q that is too narrow.)
+What these points do not see is looked at apart (:mod:`numpyro_fed.results.looks`): locals, other modes, theta.
 
 A verdict is about computation: that a fit is what its model and data imply. It never says that the model fits.
 """
@@ -32,13 +33,14 @@ from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.precision import ONCE
 from numpyro_fed.results.correction import FEW, TRUSTED, Correction
 from numpyro_fed.results.importance import pareto_smoothed
+from numpyro_fed.results.looks import Looks
 from numpyro_fed.results.scalars import scalars
 
 SHIFT = 0.2  # sds that a correction may move a mean of a fit that is trusted
 RATIO = 1.25  # by which it may widen an sd, or narrow it
 REFINED = 0.1  # by which log p may change, up to a constant, with twice the quadrature nodes
 BLOCK = 256  # points whose constrained values are computed at once
-COLUMNS = ["role", "shift", "shift_error", "sd_ratio", "sd_ratio_error"]
+COLUMNS = ["role", "shift", "shift_error", "sd_ratio", "sd_ratio_error", "pareto_k", "low_share"]
 WARNED = ("correct it", "still moving", "not to be trusted")
 ONLY = "It is about computation, not about whether the model fits."
 
@@ -51,6 +53,7 @@ class Evidence(NamedTuple):
     log_proposal: Any  # (S,) float64: of the Student t
     words: Any  # uint32: of the points' scrambling
     refined: Any = ()  # change of log_target at the first points with twice the nodes
+    looks: Looks = Looks()  # at what the points do not see
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -61,8 +64,11 @@ class Verdict:
         status: ``"trusted"``, ``"correct it"``, ``"still moving"``, ``"not to be trusted"`` or ``"not checked"``.
         reasons: why it is not trusted, and what to type.
         table: for each global scalar, the ``shift`` (in sds) and ``sd_ratio`` that a correction would make, on the
-            constrained scale, with their Monte Carlo errors.
+            constrained scale, with their Monte Carlo errors. For each local plate, of the weights of its locals given
+            the globals, the worst row's ``pareto_k``, and as ``low_share`` the share of rows with an effective share
+            below .1.
         pareto_k, ess, num_points: of the points' weights.
+        notes: what else was looked at, and what was not.
     """
 
     status: str
@@ -71,6 +77,7 @@ class Verdict:
     pareto_k: float = np.nan
     ess: float = np.nan
     num_points: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -83,15 +90,16 @@ class Verdict:
 
     def __repr__(self) -> str:
         lines = [f"{self.status}. {ONLY}", *(f"- {reason}" for reason in self.reasons)]
-        if len(self.table):
-            worst = self.table["shift"].abs().idxmax()
-            low, high = self.table["sd_ratio"].min(), self.table["sd_ratio"].max()
+        of = self.table[self.table["role"] == "global"]
+        if len(of):
+            worst = of["shift"].abs().idxmax()
+            low, high = of["sd_ratio"].min(), of["sd_ratio"].max()
             lines.append(
-                f"A correction would move means by at most {abs(self.table['shift'][worst]):.2g} sd ({worst}) and make "
+                f"A correction would move means by at most {abs(of['shift'][worst]):.2g} sd ({worst}) and make "
                 f"sds {low:.3g} to {high:.3g} times theirs; Pareto k {self.pareto_k:.2g}, {self.ess:.0f} effective of "
                 f"{self.num_points} points."
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"({note}.)" for note in self.notes)])
 
 
 class Change(NamedTuple):
@@ -177,25 +185,17 @@ def judged(
     smoothed, pareto_k = pareto_smoothed(log_p)
     ess = float(np.exp(-logsumexp(2 * smoothed)))
     found, names = found_change(evidence, normal, draws)
-    table = pd.DataFrame(
-        {
-            "role": "global",
-            "shift": found.shift,
-            "shift_error": found.shift_error,
-            "sd_ratio": found.ratio,
-            "sd_ratio_error": found.ratio * found.ratio_error,
-        },
-        index=names,
-    )
-    facts = (table, pareto_k, ess, len(log_p))
-    integrator = _integrator(evidence)
+    columns = (found.shift, found.shift_error, found.ratio, found.ratio * found.ratio_error)
+    table = _table(names, columns, evidence.looks)
+    facts = (table, pareto_k, ess, len(log_p), evidence.looks.notes())
+    apart = (*_integrator(evidence), *evidence.looks.reasons())
     if pareto_k > TRUSTED:
         far = (
             f"importance weights of points around the posterior approximation have a Pareto k of {pareto_k:.2f}, above "
             f"{TRUSTED}: it is elsewhere, or too narrow. Run more rounds, or another method (nf.EP), or correct it "
             "twice, fit.correct(key).correct(key), and see .correction"
         )
-        return Verdict("still moving" if moving else "not to be trusted", (*reasons, far, *integrator), *facts)
+        return Verdict("still moving" if moving else "not to be trusted", (*reasons, far, *apart), *facts)
     outside = found.outside
     if np.any(outside):
         worst = int(np.argmax(np.maximum(np.abs(found.shift) / SHIFT, np.abs(np.log(found.ratio)) / np.log(RATIO))))
@@ -203,11 +203,11 @@ def judged(
             f"a correction would move {names[worst]} by {found.shift[worst]:.2g} sd and make its sd "
             f"{found.ratio[worst]:.2f} times as large: fit.correct(jax.random.key(1)) does that"
         )
-        curable = ess >= FEW and not integrator
+        curable = ess >= FEW and not apart
         status = "still moving" if moving else "correct it" if curable else "not to be trusted"
-        return Verdict(status, (*reasons, off, *integrator), *facts)
-    if moving or reasons or integrator:
-        return Verdict("still moving" if moving else "not to be trusted", (*reasons, *integrator), *facts)
+        return Verdict(status, (*reasons, off, *apart), *facts)
+    if moving or reasons or apart:
+        return Verdict("still moving" if moving else "not to be trusted", (*reasons, *apart), *facts)
     if not found.precise:
         noisy = (
             f"with {len(log_p)} points the check's own error is {np.max(found.shift_error):.2g} sd in a mean, too "
@@ -229,26 +229,35 @@ def _integrator(evidence: Evidence) -> tuple[str, ...]:
     )
 
 
-def corrected_verdict(correction: Correction, draws: Mapping[str, Any]) -> Verdict:
-    """On a fit whose points are weighed: whether the weights are to be trusted. Its errors are those of their means."""
+def _table(names: list[str], columns: tuple, looks: Looks) -> pd.DataFrame:
+    """A row for each global scalar and one for each local plate."""
+    table = pd.DataFrame(dict(zip(COLUMNS[1:5], columns, strict=True)), index=names)
+    table.insert(0, "role", "global")
+    local = {
+        plate: {"role": "local", "pareto_k": look.pareto_k, "low_share": look.low_share}
+        for plate, look in looks.by_plate().items()
+    }
+    table = table.reindex(columns=COLUMNS)
+    return pd.concat([table, pd.DataFrame.from_dict(local, "index").reindex(columns=COLUMNS)]) if local else table
+
+
+def corrected_verdict(correction: Correction, draws: Mapping[str, Any], looks: Looks) -> Verdict:
+    """On a fit whose points are weighed: whether the weights are to be trusted. Its errors are those of their means.
+
+    Locals and theta are as they were, and so are other modes: ``looks`` at them still hold.
+    """
     named = scalars(draws)
     values = np.stack([np.asarray(column, np.float64) for column in named.values()], axis=1)
     weights = np.exp(correction.log_weights)[:, None]
     mean = np.sum(weights * values, axis=0)
     off = (values - mean) ** 2
     variance = np.maximum(np.sum(weights * off, axis=0), np.finfo(float).tiny)
-    table = pd.DataFrame(
-        {
-            "role": "global",
-            "shift": 0.0,
-            "shift_error": np.sqrt(np.sum(weights**2 * off, axis=0) / variance),
-            "sd_ratio": 1.0,
-            "sd_ratio_error": 0.5 * np.sqrt(np.sum((weights * (off / variance - 1)) ** 2, axis=0)),
-        },
-        index=list(named),
-    )
-    status, reasons = ("trusted", ()) if correction.trusted else ("not to be trusted", (correction.verdict(),))
-    return Verdict(status, reasons, table, correction.pareto_k, correction.ess, len(correction.points))
+    shift_error = np.sqrt(np.sum(weights**2 * off, axis=0) / variance)
+    ratio_error = 0.5 * np.sqrt(np.sum((weights * (off / variance - 1)) ** 2, axis=0))
+    table = _table(list(named), (0.0 * mean, shift_error, 1.0 + 0.0 * mean, ratio_error), looks)
+    reasons = (() if correction.trusted else (correction.verdict(),)) + looks.reasons()
+    status = "not to be trusted" if reasons else "trusted"
+    return Verdict(status, reasons, table, correction.pareto_k, correction.ess, len(correction.points), looks.notes())
 
 
 def globals_at(split: SplitModel, theta: dict[str, Any], points: np.ndarray) -> dict[str, np.ndarray]:

@@ -1,7 +1,8 @@
 """The check at the end of a run: the density of all silos at points around q, from which the fit's verdict is made.
 
 See :mod:`numpyro_fed.results.verdict`. The points are the first of those that a correction would ask for, so that
-:meth:`numpyro_fed.results.fit.Fit.correct` only adds to them.
+:meth:`numpyro_fed.results.fit.Fit.correct` only adds to them. What these points do not see is looked at apart:
+:mod:`numpyro_fed.run.locals`, :mod:`numpyro_fed.run.modes` and :mod:`numpyro_fed.run.theta`.
 """
 
 import jax
@@ -9,11 +10,17 @@ import numpy as np
 
 from numpyro_fed.algorithm import Posterior, PyTree
 from numpyro_fed.keys import digest
+from numpyro_fed.local.integrate import Marginal
 from numpyro_fed.model.survey import Survey
+from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.results.importance import proposal, scrambling
-from numpyro_fed.results.verdict import Evidence, found_change, globals_at
+from numpyro_fed.results.looks import Looks
+from numpyro_fed.results.verdict import Evidence, found_change, globals_at, log_weights
+from numpyro_fed.run.locals import look_at_locals
+from numpyro_fed.run.modes import look_for_modes
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.run.target import BLOCK, exact_marginal, log_target
+from numpyro_fed.run.theta import look_at_theta
 
 MOST = 2048  # points
 MOST_DIMS = 500
@@ -21,8 +28,13 @@ REFINED = 16  # points at which locals are integrated again, with twice the node
 CHECK = digest("\0check")
 
 
-def checked(runner: Runner, posterior: Posterior, survey: Survey, server: PyTree, interrupted: bool) -> Evidence | str:
-    """What the silos' densities say of the posterior; or why they were not asked."""
+def checked(
+    runner: Runner, posterior: Posterior, survey: Survey, server: PyTree, interrupted: bool, states: tuple = ()
+) -> Evidence | str:
+    """What the silos' densities say of the posterior; or why they were not asked.
+
+    ``states`` are the silos', as the rounds left them: of their locals. () for a posterior without.
+    """
     split, name = runner.split, runner.label
     if interrupted:
         return "the run was interrupted, and not checked"
@@ -59,4 +71,26 @@ def checked(runner: Runner, posterior: Posterior, survey: Survey, server: PyTree
         again = log_target(runner, "check", finer, points[:REFINED], 0, mean, theta)
         if again is not None:
             evidence = evidence._replace(refined=again - evidence.log_target[:REFINED])
-    return evidence
+    looks = _looked(runner, posterior, survey, marginal, normal, server, states, evidence)
+    return "the check was interrupted" if looks is None else evidence._replace(looks=looks)
+
+
+def _looked(
+    runner: Runner,
+    posterior: Posterior,
+    survey: Survey,
+    marginal: Marginal,
+    normal: Normal,
+    server: PyTree,
+    states: tuple,
+    evidence: Evidence,
+) -> Looks | None:
+    """What the points do not see; None: interrupted."""
+    theta, mean = posterior.theta(server), np.asarray(normal.mean, np.float64)
+    local = look_at_locals(runner, posterior, survey.rows, server, states)
+    modes = None if local is None else look_for_modes(runner, marginal, normal, theta, evidence)
+    if local is None or modes is None:
+        return None
+    at_points = log_weights(evidence, normal)[0]
+    off = look_at_theta(runner, marginal, evidence.points, at_points, mean, theta)
+    return None if off is None else Looks(local, modes, off)

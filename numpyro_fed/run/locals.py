@@ -1,0 +1,174 @@
+r"""Are the locals right, given the globals? One round of the check; see :mod:`numpyro_fed.run.check`.
+
+The check's densities have the locals integrated out, so they say nothing of :math:`q(z_L \mid z_G)`, of which draws of
+the locals and predictions of a silo's own units are made. So every silo draws its locals at a few draws of the globals
+and weighs them, row by row, by
+
+.. math:: w_i = \frac{p(z_{Li}, y_i \mid z_G)}{q(z_{Li} \mid z_G)}
+
+divided by their mean at each z_G. Of each local plate it returns three numbers: the worst row's Pareto k, how many rows
+have weights whose effective share is below :data:`LOW`, and how many rows there are. Where rows meet in a term the
+silo's locals have one weight together.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import logsumexp
+
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Key, Left, Phase, Posterior, PyTree
+from numpyro_fed.data.padding import SiloData
+from numpyro_fed.data.stack import Stack
+from numpyro_fed.keys import digest
+from numpyro_fed.local.bound import Weighting, combined, row_weights
+from numpyro_fed.memo import ByIdentity, remembered
+from numpyro_fed.model.rows import components_of
+from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.precision import to_user_dtype
+from numpyro_fed.results.importance import pareto_k
+from numpyro_fed.results.looks import LocalLook
+from numpyro_fed.run.runner import Runner
+
+Array = jax.Array
+GLOBALS = 4  # draws of z_G
+DRAWS = 256  # of the locals at each
+FEWEST = 16
+LOW = 0.1  # effective share of a row's weights
+MOST_WEIGHTS = 2**24  # in all silos, beyond which fewer draws are made
+MOST_ELEMENTS = 2**21  # of log densities that are evaluated at once
+LOCALS = digest("\0locals")
+
+
+@runtime_checkable
+class HasLocals(Protocol):
+    """A posterior whose locals have a density given the globals."""
+
+    def local_context(self, server: PyTree) -> PyTree:
+        """What a silo needs of the server's state for its locals. At the server."""
+        ...
+
+    def sample_local_with_log_prob(
+        self, key: Key, z: Array, context: PyTree, silo: PyTree, data: SiloData
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """A draw of z_L given z_G = z, {group: (rows, k)}, and log q by row, {group: (rows,)}. In the silo."""
+        ...
+
+
+class LocalsServer(NamedTuple):
+    """All that a silo receives, and what they answered."""
+
+    z: Array  # (Z, d): draws of the globals
+    theta: dict[str, Array]
+    context: PyTree
+    found: "LocalsMessage"
+
+
+class LocalsMessage(NamedTuple):
+    """Of each local plate."""
+
+    pareto_k: dict[str, Array]  # of the worst row
+    low: dict[str, Array]  # rows whose effective share is low
+    rows: dict[str, Array]
+
+
+def locals_round(split: SplitModel, posterior: Any, rows: str, num: int) -> FederatedAlgorithm:
+    """The round as pure functions; ``rows`` says how terms find their rows, ``num`` is the number of draws."""
+    weighting = Weighting(num, rows)
+
+    def broadcast(key: Array, server: LocalsServer) -> Broadcast:
+        return Broadcast((server.z, server.theta, server.context))
+
+    def silo_step(key: Array, broadcast: Broadcast, silo: Any, data: SiloData) -> tuple[LocalsMessage, Any]:
+        z, theta, context = broadcast.common
+        components = components_of(split, data) if rows == "indexed" else None
+
+        def weight(given: tuple[Array, Array]) -> Array:
+            key, z = given
+            z_local, log_q = posterior.sample_local_with_log_prob(key, z, context, silo, data)
+            terms = split.evaluate(z, z_local, theta, data).terms
+            return combined(split, weighting, terms, log_q, data, components, None, None)
+
+        keys = jax.vmap(lambda key: jax.random.split(key, num))(jax.random.split(key, len(z))).reshape(-1)
+        places = keys, jnp.repeat(z, num, axis=0)
+        each = jax.lax.map(weight, places, batch_size=_batch(data, num)).reshape(len(z), num, -1)
+        each = jnp.where(jnp.isfinite(each), each, -jnp.inf)
+        each = (each - jax.nn.logsumexp(each, axis=1, keepdims=True)).reshape(len(z) * num, -1)
+        worst, low, count = {}, {}, {}
+        for group in split.groups:
+            log_w = row_weights(split, weighting, each, group.name, data, components)
+            real = split.row_mask(group, data.mask)
+            share = jnp.exp(2 * logsumexp(log_w, axis=0) - logsumexp(2 * log_w, axis=0)) / len(log_w)
+            k = to_user_dtype(pareto_k(log_w))
+            worst[group.name] = jnp.max(jnp.where(real, k, -jnp.inf))
+            low[group.name] = jnp.sum(jnp.where(real, ~(share >= LOW), False))
+            count[group.name] = jnp.sum(real)
+        return LocalsMessage(worst, low, count), silo
+
+    def aggregate(messages: LocalsMessage, cohort: Cohort) -> LocalsMessage:
+        total = partial(jax.tree.map, lambda leaf: jnp.sum(leaf, axis=0))
+        worst = {group: jnp.max(k, axis=0) for group, k in messages.pareto_k.items()}
+        return LocalsMessage(worst, total(messages.low), total(messages.rows))
+
+    def server_step(key: Array, server: LocalsServer, found: LocalsMessage) -> tuple[LocalsServer, dict]:
+        return server._replace(found=found), {}
+
+    # it begins with the states that the rounds left
+    fresh, fresh_silo = lambda key: (), lambda key, broadcast, data: ()
+    return FederatedAlgorithm(fresh, fresh_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+
+
+def _batch(data: SiloData, num: int) -> int:
+    """Draws that are evaluated at once: a power of two, as ``num`` is."""
+    sizes = [int(np.prod(leaf.shape)) for leaf in jax.tree.leaves((data.args, data.mask)) if np.ndim(leaf)]
+    batch = 1
+    while 2 * batch <= num and 2 * batch * max(sizes, default=1) <= MOST_ELEMENTS:
+        batch *= 2
+    return batch
+
+
+def num_draws(split: SplitModel, stack: Stack) -> int:
+    """Of the locals at each z_G: fewer where there are very many rows."""
+    masks = [(len(bucket.names), stack.shapes(b).mask) for b, bucket in enumerate(stack.buckets)]
+    rows = sum(number * group.num_rows(mask) for number, mask in masks for group in split.groups)
+    num = DRAWS
+    while num > FEWEST and num * GLOBALS * rows > MOST_WEIGHTS:
+        num //= 2
+    return num
+
+
+def look_at_locals(
+    runner: Runner, posterior: Posterior, rows: str, server: PyTree, states: tuple
+) -> dict[str, LocalLook] | str | None:
+    """What silos find of their locals, by plate; or why they were not asked. None: interrupted."""
+    split = runner.split
+    if not split.groups:
+        return {}
+    if not isinstance(posterior, HasLocals) or not states:
+        return f"nf.{runner.label} has no density of the locals given the globals, so they were not looked at"
+    own = jax.random.split(jax.random.fold_in(runner.key, LOCALS), GLOBALS)
+    z = jnp.stack([posterior.sample(key, server) for key in own])
+    num = num_draws(split, runner.stack)
+    counts = {group.name: jnp.zeros((), int) for group in split.groups}
+    unknown = LocalsMessage({group: jnp.zeros(()) for group in counts}, counts, counts)
+    begun = LocalsServer(z, posterior.theta(server), posterior.local_context(server), unknown)
+    make = partial(locals_round, split, posterior, rows, num)
+    phase = Phase(
+        "locals",
+        remembered(make, "locals", ByIdentity(split), ByIdentity(posterior), rows, num),
+        begin=lambda left, fresh: Begun(begun),
+        cohort=len(runner.stack.names),
+        role="check",
+        effort="least",
+        watched=False,  # a Pareto k of exact weights is minus infinity
+    )
+    left, _ = runner.run((phase,), Left(), states, None)
+    if left.interrupted:
+        return None
+    found: LocalsMessage = left.server.found
+    of = lambda group: LocalLook(
+        float(found.pareto_k[group]), int(found.low[group]) / max(int(found.rows[group]), 1), rows != "whole"
+    )
+    return {group.name: of(group.name) for group in split.groups}
