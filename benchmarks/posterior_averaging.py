@@ -76,9 +76,7 @@ def exact_draws(key, start, log_density, num_samples):
 def playground_methods():
     """The five of Fig. 1. MB-SGD is FedAvg with one step."""
     paper = dict(prior=False, start_rounds=0)
-    average = nf.FedAvg(
-        quadratic, optim=optax.sgd(10**-1.5), batch_size=1, local_steps=1, last_look=False, **paper
-    )
+    average = nf.FedAvg(quadratic, optim=optax.sgd(10**-1.5), batch_size=1, local_steps=1, last_look=False, **paper)
     posterior = nf.FedPA(
         quadratic,
         sampler=exact_draws,
@@ -388,9 +386,7 @@ def least_squares_methods():
         "FedPA": posterior,
         "FedPA, stein=False": replace(posterior, stein=False),
         "FedPA, batches of 20": replace(posterior, batch_size=20),
-        "FedPA, batches of 20, seven times the steps": replace(
-            posterior, batch_size=20, num_warmup=500, thinning=100
-        ),
+        "FedPA, batches of 20, seven times the steps": replace(posterior, batch_size=20, num_warmup=500, thinning=100),
     }
 
 

@@ -87,6 +87,7 @@ def test_the_papers_own_algorithm_ends_elsewhere_and_says_so(unlike, moments_on_
     assert "closing='newton'" in fit.reasons[0]
 
 
+@pytest.mark.slow
 def test_data_that_are_not_standardised_are_no_trouble():
     """Averages of y around 242 with an sd of 5: from near zero, 105 rounds ended several sds off."""
     rng = np.random.default_rng(0)
@@ -131,7 +132,7 @@ def test_a_gradient_that_is_not_small_is_a_reason():
 
 def test_newton_asks_everybody():
     silos = nf.Silos([dict(y=np.ones((3, 2), "f")), dict(y=np.zeros((3, 2), "f"))])
-    with pytest.raises(ValueError, match="closing='newton' asks every silo.*leave closing= out"):
+    with pytest.raises(ValueError, match=r"closing='newton' asks every silo.*leave closing= out"):
         nf.FedPA(point, closing="newton", **SHORT).run(KEY, silos, 1, schedule=nf.schedules.sampled(1))
 
 

@@ -118,6 +118,7 @@ def of_narrower(shrunk: Shrinkage, spread: Array, restored: bool) -> Shrinkage:
     Args:
         restored: times the spread: an estimate of the posterior's covariance, rather than of the averages'.
     """
+
     @in_x64
     def of(shrunk: Shrinkage, spread: Array) -> Shrinkage:
         return Shrinkage(shrunk.a * spread if restored else shrunk.a, shrunk.c / spread, shrunk.scale)
