@@ -87,6 +87,7 @@ def test_the_papers_own_algorithm_ends_elsewhere_and_says_so(unlike, moments_on_
     assert "closing='newton'" in fit.reasons[0]
 
 
+@pytest.mark.slow
 def test_data_that_are_not_standardised_are_no_trouble():
     """Averages of y around 242 with an sd of 5: from near zero, 105 rounds ended several sds off."""
     rng = np.random.default_rng(0)
