@@ -29,7 +29,8 @@ class ModesLook(NamedTuple):
     distance: Any  # (n,): from q, in sds of q or of the mode itself, whichever are larger
     own_log_mass: float  # of q's own
     num_searches: int
-    num_ended: int  # those that came to an end
+    num_ended: int  # those that came to an end, or to where q is
+    apart: float = 0.0  # how far two of the maxima are from one another, at most, in their own sds
     where: str = ""  # the heaviest of those that are far from q: its constrained globals
 
     @property
@@ -82,6 +83,11 @@ class Looks(NamedTuple):
             )
         if not isinstance(self.modes, str):
             told.append(f"{self.modes.num_ended} of {self.modes.num_searches} searches for other modes came to an end")
+            if self.modes.other is None and self.modes.apart > FAR:
+                told.append(
+                    f"there are modes {self.modes.apart:.0f} of their own sds apart within the posterior's reach: it "
+                    "has their mean and sds, and fit.correct(key) has their shape"
+                )
         return tuple(told)
 
 

@@ -6,9 +6,10 @@ and weighs them, row by row, by
 
 .. math:: w_i = \frac{p(z_{Li}, y_i \mid z_G)}{q(z_{Li} \mid z_G)}
 
-divided by their mean at each z_G. Of each local plate it returns three numbers: the worst row's Pareto k, how many rows
-have weights whose effective share is below :data:`LOW`, and how many rows there are. Where rows meet in a term the
-silo's locals have one weight together.
+whose Pareto k and effective share are found at each z_G; a row's are the middle ones of these. (Globals that are
+themselves at the edge of their posterior, such as a scale near zero, may well have locals that no normal follows.) Of
+each local plate it returns three numbers: the worst row's k, how many rows have an effective share below :data:`LOW`,
+and how many rows there are. Where rows meet in a term the silo's locals have one weight together.
 """
 
 from functools import partial
@@ -33,7 +34,7 @@ from numpyro_fed.results.looks import LocalLook
 from numpyro_fed.run.runner import Runner
 
 Array = jax.Array
-GLOBALS = 4  # draws of z_G
+GLOBALS = 7  # draws of z_G; an odd number, which has a middle one
 DRAWS = 256  # of the locals at each
 FEWEST = 16
 LOW = 0.1  # effective share of a row's weights
@@ -91,17 +92,16 @@ def locals_round(split: SplitModel, posterior: Any, rows: str, num: int) -> Fede
             terms = split.evaluate(z, z_local, theta, data).terms
             return combined(split, weighting, terms, log_q, data, components, None, None)
 
-        keys = jax.vmap(lambda key: jax.random.split(key, num))(jax.random.split(key, len(z))).reshape(-1)
-        places = keys, jnp.repeat(z, num, axis=0)
+        places = jax.random.split(key, len(z) * num), jnp.repeat(z, num, axis=0)
         each = jax.lax.map(weight, places, batch_size=_batch(data, num)).reshape(len(z), num, -1)
         each = jnp.where(jnp.isfinite(each), each, -jnp.inf)
-        each = (each - jax.nn.logsumexp(each, axis=1, keepdims=True)).reshape(len(z) * num, -1)
         worst, low, count = {}, {}, {}
         for group in split.groups:
-            log_w = row_weights(split, weighting, each, group.name, data, components)
+            of_group = lambda log_w, group=group: row_weights(split, weighting, log_w, group.name, data, components)
+            log_w = jnp.moveaxis(jax.vmap(of_group)(each), 1, 0)  # (draws, Z, rows)
             real = split.row_mask(group, data.mask)
-            share = jnp.exp(2 * logsumexp(log_w, axis=0) - logsumexp(2 * log_w, axis=0)) / len(log_w)
-            k = to_user_dtype(pareto_k(log_w))
+            share = _middle(jnp.exp(2 * logsumexp(log_w, axis=0) - logsumexp(2 * log_w, axis=0)) / num)
+            k = _middle(to_user_dtype(pareto_k(log_w)))
             worst[group.name] = jnp.max(jnp.where(real, k, -jnp.inf))
             low[group.name] = jnp.sum(jnp.where(real, ~(share >= LOW), False))
             count[group.name] = jnp.sum(real)
@@ -118,6 +118,11 @@ def locals_round(split: SplitModel, posterior: Any, rows: str, num: int) -> Fede
     # it begins with the states that the rounds left
     fresh, fresh_silo = lambda key: (), lambda key, broadcast, data: ()
     return FederatedAlgorithm(fresh, fresh_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+
+
+def _middle(values: Array) -> Array:
+    """Of an odd number of rows."""
+    return jnp.sort(values, axis=0)[len(values) // 2]
 
 
 def _batch(data: SiloData, num: int) -> int:
