@@ -2,8 +2,9 @@
 
 Small models on which federated methods have been wrong, with the exact posterior of each: in closed form, on a grid, or
 by integration in NumPy's float64. Every method is run with its defaults, as a new user would. A fit is **right** where
-every global scalar's mean is within .1 sd of the exact one and its sd within 10 %, **near** within .2 sd and 25 % (what
-``fit.verdict`` trusts); a fit that is neither and whose verdict is ok is **silently wrong**.
+every global scalar's mean is within .1 sd of the exact one and its sd within 10 %, **near** within .3 sd and 40 %;
+beyond that it is wrong, and **silently wrong** where its verdict is ok. (``fit.verdict`` trusts .2 sd and 25 %, with an
+error of up to half of that.)
 
 Run it with
 
@@ -37,7 +38,7 @@ import numpyro_fed as nf
 from benchmarks.common import table
 from benchmarks.exact import Exact, gridded, regression_unknown_sd, row_integrals, weighted
 
-RIGHT, NEAR = (0.1, 1.1), (0.2, 1.25)  # sds that a mean may be off, factors that an sd may
+RIGHT, NEAR = (0.1, 1.1), (0.3, 1.4)  # sds that a mean may be off, factors that an sd may
 
 
 class Problem(NamedTuple):

@@ -19,6 +19,7 @@ from benchmarks.common import table
 from benchmarks.hierarchical import radon, radon_silos, school_silos, schools
 from examples.six_cities import model, six_cities_silos
 
+LOOKS = ("check", "locals", "modes", "theta")
 CASES = {
     "six cities": (model, six_cities_silos),
     "radon": (radon, radon_silos),
@@ -28,9 +29,8 @@ CASES = {
 
 def traffic(fit: nf.Fit) -> tuple[int, int]:
     """Bytes of the check's phases, and of all others."""
-    total = lambda phases: sum(record.bytes_up + record.bytes_down for record in phases)
-    looks = [record for record in fit.records if record.phase.startswith("check")]
-    return total(looks), total(record for record in fit.records if not record.phase.startswith("check"))
+    of = lambda looks: sum(r.bytes_up + r.bytes_down for r in fit.records if (r.phase in LOOKS) == looks)
+    return of(True), of(False)
 
 
 def main(args: argparse.Namespace) -> None:
