@@ -330,10 +330,10 @@ def test_in_many_dimensions_the_posterior_is_low_rank_and_diagonal(many_dimensio
 
 @pytest.mark.slow
 def test_low_rank_and_dense_posteriors_agree(many_dimensions, monkeypatch):
-    from numpyro_fed.methods import fedpa
+    from numpyro_fed.methods import sampled_closing
 
     silos, low = many_dimensions
-    monkeypatch.setattr(fedpa, "DENSE", 1000)
+    monkeypatch.setattr(sampled_closing, "DENSE", 1000)
     dense = run(nf.FedPA(wide, num_samples=8), silos, 10)
     covariances = [fit.normal().covariance for fit in (low, dense)]
     np.testing.assert_allclose(*covariances, atol=2e-3 * 0.1**2)

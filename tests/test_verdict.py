@@ -140,7 +140,7 @@ def test_what_cannot_be_checked_is_said(silos: nf.Silos) -> None:
     guide = nf.guides.StructuredNormal(global_guide=AutoIAFNormal, coupling=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        point = nf.FedAvg(regression).run(KEY, silos, 3, **run)
+        point = nf.FedAvg(regression, local_steps=1).run(KEY, silos, 3, **run)
         unasked = nf.EP(regression).run(KEY, silos, 4, progress_bar=False, check=False)
     flow = nf.SFVI(regression, guide=guide).run(KEY, silos, 30, **run)
     for fit, reason in ((point, "no normal posterior"), (flow, "no normal posterior"), (unasked, "check=True")):
