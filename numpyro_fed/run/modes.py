@@ -204,7 +204,7 @@ def look_for_modes(
         num_rounds=MAX_ROUNDS,
         done=lambda info: bool(np.all(info["ended"][-1])),
         role="check",
-        effort="least",
+        effort="some",
         look=1,  # and so rounds are counted one by one
         watched=False,  # a search may well leave the support
     )
