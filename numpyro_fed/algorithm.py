@@ -185,8 +185,9 @@ class Posterior(Protocol):
       run can go on with the silos in another order.
     - ``reads_data`` (bool): locals are read off the data by an encoder or a guide function, and so are not drawn
       without them; ``inputs``: the names of the arguments that an encoder reads.
-    - ``local_context`` and ``sample_local_with_log_prob`` (:class:`numpyro_fed.run.locals.HasLocals`): the locals'
-      density given the globals, so that a run's check can look at them, too.
+    - ``local_context``, ``sample_local_with_log_prob`` and ``local_program``
+      (:class:`numpyro_fed.run.locals.HasLocals`): the locals' density given the globals, so that a run's check can
+      look at them, too.
     - ``marginal`` (:class:`numpyro_fed.local.integrate.Marginal`): how locals were integrated out; a correction takes
       no fewer nodes.
     - ``correction`` and ``uncorrected`` (:class:`numpyro_fed.results.correction.HasCorrection`): it was corrected.

@@ -15,7 +15,7 @@ from sealed import sealed
 
 import numpyro_fed as nf
 from benchmarks.verdict import SPOILED, Given, along, asked, intercepts, intercepts_data, regression, regression_data
-from numpyro_fed.results.verdict import change, judged
+from numpyro_fed.results.verdict import Evidence, change, judged
 
 KEY = jax.random.key(0)
 
@@ -91,12 +91,13 @@ def test_a_right_fit_is_trusted_in_silence(fit: nf.Fit) -> None:
 
 
 def test_the_check_is_counted(silos: nf.Silos, fit: nf.Fit) -> None:
-    """256 points of two numbers go down to each silo, and 256 densities come up."""
+    """256 points of two numbers go down to each silo, and 256 densities come up; then searches for other modes."""
     check = next(record for record in fit.records if record.phase == "check")
     assert 256 * 4 * 3 < check.bytes_up < 256 * 4 * 3 + 300
     assert 256 * 8 * 3 < check.bytes_down < 256 * 8 * 3 + 600
     plain = nf.EP(regression).run(KEY, silos, progress_bar=False)
-    assert np.sum(fit.history["bytes_up"]) - np.sum(plain.history["bytes_up"]) == check.bytes_up
+    asked = sum(record.bytes_up for record in fit.records if record.phase in ("check", "modes"))
+    assert np.sum(fit.history["bytes_up"]) - np.sum(plain.history["bytes_up"]) == asked > check.bytes_up
 
 
 def test_a_correction_only_adds_points(fit: nf.Fit) -> None:
@@ -151,6 +152,20 @@ def test_reasons_of_the_rounds_stand_beside_the_check() -> None:
     found = judged("no points", None, {}, ("it swings",), True)
     assert found.status == "still moving" and found.reasons == ("it swings", "no points")
     assert judged("no points", None, {}, ("a silo is silent",), False).status == "not to be trusted"
+
+
+def test_quadrature_counts_where_there_is_mass() -> None:
+    """Nodes that are too few far out, where no mass is with few or with many, are no reason; in the middle they are."""
+    points = np.linspace(-5, 5, 16)[:, None].astype(np.float32)
+    evidence = Evidence(points, -0.5 * points[:, 0].astype(float) ** 2, np.zeros(16), np.zeros(2, np.uint32))
+    normal, draws = nf.Normal(np.zeros(1), np.eye(1)), {"a": points[:, 0]}
+    out, middle = np.zeros(16), np.zeros(16)
+    out[0], middle[8] = 1.5, 0.5  # five sds out, a third of an sd
+    told = lambda refined: judged(evidence._replace(refined=refined), normal, draws, (), False).reasons
+    assert not any("quadrature" in reason for reason in told(out + 3.0))  # a constant changes nothing
+    assert any("changes by up to 0.5" in reason for reason in told(middle))
+    out[0] = 12.0  # with more nodes there is mass where there was none
+    assert any("quadrature" in reason for reason in told(out))
 
 
 def counts(y: Any) -> None:

@@ -91,6 +91,10 @@ class GuidePosterior:
         eps = jax.tree.map(lambda leaf: leaf[0], conditional.draw_rows(key, split, data.mask, 1))
         return conditional.sample(guide.condition(own.params, own.base, z, context, data), eps)
 
+    @property
+    def local_program(self) -> tuple:
+        return type(self), self.family, self.moving_centre
+
     def local_context(self, server: GuideServer) -> tuple[Any, dict[str, Any]]:
         return self.context(server), theta_of(server)
 

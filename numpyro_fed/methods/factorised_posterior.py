@@ -55,6 +55,10 @@ class SitesPosterior:
         eps = jax.tree.map(lambda leaf: leaf[0], draw_rows(key, self.split, data.mask, 1))
         return silo.local_posterior.at(z, eps)
 
+    @property
+    def local_program(self) -> type:
+        return type(self)
+
     def local_context(self, server: Any) -> tuple:
         """Silos need nothing: their locals' normal is their own."""
         return ()

@@ -39,6 +39,7 @@ from numpyro_fed.results.scalars import scalars
 SHIFT = 0.2  # sds that a correction may move a mean of a fit that is trusted
 RATIO = 1.25  # by which it may widen an sd, or narrow it
 REFINED = 0.1  # by which log p may change, up to a constant, with twice the quadrature nodes
+LEAST = 0.1  # of the mean weight of the points with twice the nodes, below which one does not count
 BLOCK = 256  # points whose constrained values are computed at once
 COLUMNS = ["role", "shift", "shift_error", "sd_ratio", "sd_ratio_error", "pareto_k", "low_share"]
 WARNED = ("correct it", "still moving", "not to be trusted")
@@ -218,9 +219,17 @@ def judged(
 
 
 def _integrator(evidence: Evidence) -> tuple[str, ...]:
-    """Whether more quadrature nodes would have given another density; a constant changes no posterior."""
+    """Whether more quadrature nodes would have given another density, where there is any mass before or after.
+
+    A constant changes no posterior; and nodes are placed around q's mean, so that far out the density may be anything.
+    """
     refined = np.asarray(evidence.refined, np.float64)
-    refined = refined[np.isfinite(refined)]
+    before = (np.asarray(evidence.log_target) - np.asarray(evidence.log_proposal))[: len(refined)]
+    fine = np.isfinite(refined) & np.isfinite(before)
+    refined, before = refined[fine], before[fine]
+    if refined.size:
+        share = np.maximum(*(np.exp(log - logsumexp(log)) for log in (before, before + refined)))
+        refined = refined[share * refined.size >= LEAST]
     if not refined.size or np.ptp(refined) <= REFINED:
         return ()
     return (

@@ -35,7 +35,7 @@ from numpyro_fed.run.runner import Runner
 
 Array = jax.Array
 GLOBALS = 7  # draws of z_G; an odd number, which has a middle one
-DRAWS = 256  # of the locals at each
+DRAWS = 128  # of the locals at each
 FEWEST = 16
 LOW = 0.1  # effective share of a row's weights
 MOST_WEIGHTS = 2**24  # in all silos, beyond which fewer draws are made
@@ -45,7 +45,11 @@ LOCALS = digest("\0locals")
 
 @runtime_checkable
 class HasLocals(Protocol):
-    """A posterior whose locals have a density given the globals."""
+    """A posterior whose locals have a density given the globals.
+
+    It may also have ``local_program``, any hashable value: of one model, posteriors with equal ones share a compiled
+    program of what is below.
+    """
 
     def local_context(self, server: PyTree) -> PyTree:
         """What a silo needs of the server's state for its locals. At the server."""
@@ -160,13 +164,14 @@ def look_at_locals(
     unknown = LocalsMessage({group: jnp.zeros(()) for group in counts}, counts, counts)
     begun = LocalsServer(z, posterior.theta(server), posterior.local_context(server), unknown)
     make = partial(locals_round, split, posterior, rows, num)
+    shared = getattr(posterior, "local_program", ByIdentity(posterior))
     phase = Phase(
         "locals",
-        remembered(make, "locals", ByIdentity(split), ByIdentity(posterior), rows, num),
+        remembered(make, "locals", ByIdentity(split), shared, rows, num),
         begin=lambda left, fresh: Begun(begun),
         cohort=len(runner.stack.names),
         role="check",
-        effort="least",
+        effort="some",
         watched=False,  # a Pareto k of exact weights is minus infinity
     )
     left, _ = runner.run((phase,), Left(), states, None)

@@ -45,6 +45,7 @@ NODES = {1: 7, 2: 5}  # per dimension of a row: a mode is not placed by the last
 DRAWS = 32  # of a row's locals, the same at every point, where there is no quadrature
 SEARCHES = ((20, 6), (50, 3), (MAX_DIM, 2))  # up to so many dimensions, so many
 MAX_ROUNDS = 10
+DAMPING = 0.3  # of the first step: starts are far from any mode, and a refused step costs a round
 HOME = 1.0  # sds of q from its mean, within which a search is where q is
 LOCAL_STEPS = 4  # of Newton's method to the locals' modes, from those of the round before
 CONVERGED = 1e-2  # expected gain of the next step, in log density
@@ -141,7 +142,8 @@ def _ended(server: SearchServer) -> Array:
 
 
 def begun(points: Array, theta: dict[str, Array], mean: Array, whitening: Array) -> SearchServer:
-    return SearchServer(jax.vmap(start_search)(points), theta, mean, whitening)
+    search = jax.vmap(start_search)(points)
+    return SearchServer(search._replace(damping=jnp.full(len(points), DAMPING)), theta, mean, whitening)
 
 
 def _marginal(marginal: Marginal, split: SplitModel) -> Marginal:
@@ -202,7 +204,7 @@ def look_for_modes(
         num_rounds=MAX_ROUNDS,
         done=lambda info: bool(np.all(info["ended"][-1])),
         role="check",
-        effort="least",
+        effort="some",
         look=1,  # and so rounds are counted one by one
         watched=False,  # a search may well leave the support
     )

@@ -126,7 +126,7 @@ def look_at_theta(
         begin=lambda left, fresh: Begun(ThetaServer(sent, unknown)),
         cohort=len(runner.stack.names),
         role="check",
-        effort="least",
+        effort="some",
         watched=False,
     )
     left, _ = runner.run((phase,), Left(), tuple(() for _ in runner.stack.buckets), None)
