@@ -1,9 +1,9 @@
 """Expectation propagation where everything is normal, and it must be exact, in many dimensions.
 
-A linear regression with d coefficients and a known sd, 10 silos of 300 rows; the posterior is known in closed form.
-From 21 globals on EP's default solver is Hamiltonian Monte Carlo, whose moments have no Monte Carlo error here by
-Stein's identity, whatever the number of dimensions (:mod:`numpyro_fed.normal.stein`). Printed are the largest
-distance of a mean, in sds, the ratios of sds, rounds, seconds and the verdict.
+A linear regression with d coefficients and a known sd, 10 silos of 300 rows; the posterior has a closed form. From
+21 globals on EP's default solver is Hamiltonian Monte Carlo, whose moments have no Monte Carlo error here, by Stein's
+identity, whatever the number of dimensions (:mod:`numpyro_fed.normal.stein`). Printed are the largest distance of a
+mean, in sds, the ratios of sds, rounds, seconds and the verdict.
 
 Run it with ``python -m benchmarks.conjugate``, and ``--x64`` for float64.
 """

@@ -108,8 +108,8 @@ class Factorised(Method):
             begin=lambda left, fresh: self._begin(split, chosen.solver, plan, left, fresh),
             begin_silo=lambda given, state, local: self._begin_silo(split, chosen.solver, given, state, local),
             num_rounds=rounds,
-            done=(lambda info: bool(info["moving"][-1] < self._allowed(chosen.solver))) if stops else None,
-            finish=lambda left, server, info: self._finish(chosen.solver, plan.names, left, server, info),
+            done=(lambda info: bool(info["moving"][-1] < self._allowed(chosen.solver, plan))) if stops else None,
+            finish=lambda left, server, info: self._finish(chosen.solver, plan, left, server, info),
             effort="some",
             look=plan.sweep if stops else None,
         )
@@ -193,7 +193,8 @@ class Factorised(Method):
             return server._replace(
                 step=jnp.asarray(step, jnp.float64),
                 initial_step=jnp.asarray(first, jnp.float64),
-                robbins_monro=jnp.asarray(free and solver.noisy),
+                robbins_monro=jnp.asarray(free and self._averaged(solver, plan)),
+                averaged=jnp.asarray(self._averaged(solver, plan)),
                 backtrack=jnp.asarray(free and plan.cohort is None),  # else rounds are different silos' moves
             )
 
@@ -232,14 +233,18 @@ class Factorised(Method):
         frame = LocalLaplace.from_sds(given.loc, local.loc, local.scale, local.coupling or state.frame.coupling)
         return state._replace(frame=frame, local_posterior=frame)
 
-    def _allowed(self, solver: Solver) -> float:
-        """Movement, in sds, below which rounds are at rest."""
-        return self.tolerance * (NOISE if solver.noisy else 1.0)
+    def _averaged(self, solver: Solver, plan: Plan) -> bool:
+        """Whether rounds go on moving for ever: by a solver's noise, or as silos pull at one site in turn."""
+        return solver.noisy or (self.tied and plan.cohort is not None)
 
-    def _finish(self, solver: Solver, names: Any, left: Left, server: SitesServer, info: dict[str, Any]) -> Left:
+    def _allowed(self, solver: Solver, plan: Plan) -> float:
+        """Movement, in sds, below which rounds are at rest."""
+        return self.tolerance * (NOISE if self._averaged(solver, plan) else 1.0)
+
+    def _finish(self, solver: Solver, plan: Plan, left: Left, server: SitesServer, info: dict[str, Any]) -> Left:
         """Whether everybody was heard, nothing moves any more, and what was heard was worth hearing."""
         moving, left = np.asarray(server.moving), left._replace(server=server)
-        silent = [names[j] for j in np.flatnonzero(moving >= UNHEARD)[:6].tolist()]
+        silent = [plan.names[j] for j in np.flatnonzero(moving >= UNHEARD)[:6].tolist()]
         if silent:
             return _doubted(
                 left,
@@ -249,15 +254,16 @@ class Factorised(Method):
                 "solver",
                 moving=True,
             )
-        moves, allowed = float(info["moving"][-1]), self._allowed(solver)
+        moves, allowed = float(info["moving"][-1]), self._allowed(solver, plan)
         if moves >= allowed > 0:
-            noise = "or its Monte Carlo error is still as large, " if solver.noisy else ""
+            averaged = allowed > self.tolerance
             return _doubted(
                 left,
-                f"the posterior still moves by {moves:.2g} sds a sweep, {noise}above tolerance={self.tolerance:g}"
-                f"{f' x {NOISE:g}' if solver.noisy else ''}: it is not yet the method's answer. Run more rounds, "
+                f"the posterior still moves by {moves:.2g} sds a sweep, "
+                f"{'or its Monte Carlo error is as large, ' if averaged else ''}above tolerance={self.tolerance:g}"
+                f"{f' x {NOISE:g}' if averaged else ''}: it is not yet the method's answer. Run more rounds, "
                 "run(..., init_state=fit.state); if it does not settle, pass damping=0.5 or another solver"
-                + (" or one with more draws, nf.solvers.HMC(num_chains=200)" if solver.noisy else ""),
+                + (", or one with more draws, nf.solvers.HMC(num_chains=200)" if solver.noisy else ""),
                 moving=True,
             )
         effective = float(info["ess"][-1])

@@ -16,6 +16,7 @@ from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal import rest, sites, trust
 from numpyro_fed.normal.families import Family, Natural, power, product, quotient
 from numpyro_fed.normal.prior import Prior
+from numpyro_fed.normal.rest import Rest
 from numpyro_fed.normal.sites import Sites
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import Solver, Tilted
@@ -36,11 +37,12 @@ class SitesServer(NamedTuple):
     step: Array  # how much of a change is accepted
     initial_step: Array  # how much of a silo's first
     robbins_monro: Array  # bool: steps fall as 1 / visits (Robbins and Monro 1951), so that solvers' noise averages out
+    averaged: Array  # bool: moves never end, and rest is that of the running average
+    rest: Rest  # which is known here
     backtrack: Array  # bool: steps are shortened when the posterior swings to and fro
     previous_move: Array  # (2 d,): the last round's move of each mean and log sd, in sds
     opt_state: Any
     solver_state: Any  # what the solver keeps for the prior
-    rest: Any = ()  # of a solver that draws: what its noise leaves in the posterior (:mod:`numpyro_fed.normal.rest`)
     total: Any = ()  # where sites are tied: observations in all silos, as far as they are known; float64
     heard: Any = ()  # (2,): observations and messages so far, from which the total is guessed where it is not known
 
@@ -113,10 +115,11 @@ def site_rounds(
             step,
             jnp.zeros((), bool),
             jnp.zeros((), bool),
+            rest.unknown(2 * d),
+            jnp.zeros((), bool),
             jnp.zeros(2 * d),
             opt_state,
             solver.init_state(family, prior.factor),
-            rest.unknown(2 * d) if solver.noisy else (),
             *(counts if tied else ()),
         )
 
@@ -211,10 +214,9 @@ def site_rounds(
         longest = jnp.clip(jnp.max(to_user_dtype(steps)), 1 / UNHEARD, 1.0)
         whole = distance / jnp.maximum(longest, LEAST_STEP)
         moving = server.moving.at[index].set(jnp.where(heard, jnp.minimum(whole, UNHEARD), UNHEARD))
-        far_off, noise = jnp.max(moving), server.rest
-        if solver.noisy:
-            noise = rest.after(noise, move, longest, len(index) / num, ~warming_up(server, old))
-            far_off = jnp.where(far_off < UNHEARD, rest.restless(noise), UNHEARD)
+        at_rest = rest.after(server.rest, move, longest, len(index) / num, ~warming_up(server, old))
+        far_off = jnp.max(moving)
+        far_off = jnp.where(server.averaged & (far_off < UNHEARD), rest.restless(at_rest), far_off)
         info = {
             "loss": -jnp.clip(jnp.nan_to_num(normaliser + jnp.sum(values)), -UNHEARD, UNHEARD),
             "divergence": far.divergence,
@@ -242,7 +244,7 @@ def site_rounds(
             values=values,
             opt_state=opt_state,
             solver_state=solver_state,
-            rest=noise,
+            rest=at_rest,
         )
         return server, info
 

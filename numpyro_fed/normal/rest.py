@@ -1,16 +1,17 @@
 r"""When rounds whose answers are noisy have come to rest.
 
 With Monte Carlo noise in every answer no round leaves the posterior where it was. What can come to rest is the running
-average. In round t a whole step would move means and log sds by :math:`u_t` (in sds); the server takes the share
-:math:`w_t` of it. Were there nothing left to learn, the :math:`u_t` would be noise alone, and what they leave in q,
+average. In the t-th sweep over all silos whole steps would move means and log sds by :math:`u_t` (in sds); the server
+takes the share :math:`w_t` of it. Were there nothing left to learn, the :math:`u_t` would be noise alone, and what they
+leave in q,
 
 .. math:: D_t = (1 - w_t) D_{t-1} + w_t u_t, \qquad E_t = (1 - w_t)^2 E_{t-1} + w_t^2 u_t^2,
 
 would be D with variance E, coordinate by coordinate. So :math:`\sqrt{E}` is q's own Monte Carlo error, and rounds are
 still on their way where D is larger than chance makes the largest of so many coordinates.
 
-Where a round hears K of J silos, D is what a sweep over all of them would move: :math:`u_t` counts J / K times, with a
-K / J of its weight.
+Where a round hears some of the silos, rounds are added up until as many silos have spoken as there are: silos that
+differ may pull to and fro within a sweep, and it is their sum that comes to nothing.
 """
 
 from typing import NamedTuple
@@ -24,15 +25,17 @@ FARTHEST = 1e6  # sds that a move counts, at most
 
 
 class Rest(NamedTuple):
-    """What the last rounds moved on average; coordinates are means and log sds, in sds."""
+    """What the last sweeps moved on average; coordinates are means and log sds, in sds."""
 
     drift: Float[Array, " c"]  # D
     noise: Float[Array, " c"]  # E
-    rounds: Int[Array, ""]  # so far; none before every silo has been heard
+    sweeps: Int[Array, ""]  # so far; none before every silo has been heard
+    part: Float[Array, " c"]  # what the present sweep has moved
+    share: Float[Array, ""]  # of the silos that have spoken in it
 
 
 def unknown(num: int) -> Rest:
-    return Rest(jnp.zeros(num), jnp.zeros(num), jnp.zeros((), int))
+    return Rest(jnp.zeros(num), jnp.zeros(num), jnp.zeros((), int), jnp.zeros(num), jnp.zeros(()))
 
 
 def after(
@@ -47,14 +50,18 @@ def after(
     Args:
         settled: every silo had been heard before; else nothing is counted.
     """
-    whole = jnp.clip(move / (step * share), -FARTHEST, FARTHEST)
-    weight = jnp.maximum(share * step, 1 / (rest.rounds + 1))  # first of all the plain mean, over a sweep
-    new = Rest(
-        (1 - weight) * rest.drift + weight * whole,
-        (1 - weight) ** 2 * rest.noise + weight**2 * whole**2,
-        rest.rounds + 1,
+    part, heard = rest.part + jnp.clip(move / step, -FARTHEST, FARTHEST), rest.share + share
+    weight = jnp.maximum(step, 1 / (rest.sweeps + 1))  # at first the plain mean
+    swept = Rest(
+        (1 - weight) * rest.drift + weight * part,
+        (1 - weight) ** 2 * rest.noise + weight**2 * part**2,
+        rest.sweeps + 1,
+        jnp.zeros_like(part),
+        jnp.zeros_like(heard),
     )
-    return jax.tree.map(lambda now, was: jnp.where(settled, now, was), new, rest)
+    whole = heard > 1 - 0.5 * share
+    now = jax.tree.map(lambda new, old: jnp.where(whole, new, old), swept, rest._replace(part=part, share=heard))
+    return jax.tree.map(lambda new, old: jnp.where(settled, new, old), now, rest)
 
 
 def restless(rest: Rest) -> Float[Array, ""]:
@@ -70,4 +77,4 @@ def restless(rest: Rest) -> Float[Array, ""]:
     error = jnp.sqrt(rest.noise)
     chance = jnp.sqrt(2 * jnp.log(8.0 * error.shape[0]))  # of so many normal numbers, 3 times in 100 one is larger
     drift = jnp.where(jnp.abs(rest.drift) > chance * error, jnp.abs(rest.drift), 0.0)
-    return jnp.where(rest.rounds > 0, jnp.max(jnp.maximum(error, drift)), FARTHEST)
+    return jnp.where(rest.sweeps > 0, jnp.max(jnp.maximum(error, drift)), FARTHEST)
