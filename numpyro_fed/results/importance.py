@@ -11,7 +11,8 @@ from scipy.stats import chi2, multivariate_t, qmc
 from numpyro_fed.keys import digest
 from numpyro_fed.precision import in_x64
 
-DEGREES, INFLATION = 6, 1.1  # of the Student t
+DEGREES = ((5, 3), (10**9, 6))  # of the Student t, up to so many dimensions: heavy tails where they cost little
+INFLATION = 1.1
 EQUAL = 1e-2  # log weights that differ by less are equal: an exact proposal's differ by rounding
 SCRAMBLE = digest("\0scramble")
 
@@ -30,15 +31,16 @@ def proposal(
     chi-square: one more coordinate.
     """
     d = len(mean)
+    degrees = next(number for most, number in DEGREES if d <= most)
     sobol = qmc.Sobol(d + 1, scramble=True, rng=np.random.default_rng(np.asarray(words).tolist()))
     unit = np.clip(sobol.random_base2(int(np.ceil(np.log2(num_points)))), 1e-12, 1 - 1e-12)
-    white = ndtri(unit[:, :d]) * np.sqrt(DEGREES / chi2.ppf(unit[:, d:], DEGREES))
+    white = ndtri(unit[:, :d]) * np.sqrt(degrees / chi2.ppf(unit[:, d:], degrees))
     scale = np.sqrt(np.diagonal(covariance))
     root = np.sqrt(INFLATION) * scale[:, None] * np.linalg.cholesky(covariance / scale / scale[:, None])
     points = (mean + white @ root.T).astype(jnp.zeros(()).dtype)
     white = np.linalg.solve(root, (points - mean).T)  # of the rounded points, which are those that are evaluated
     # in white coordinates: scipy would call a covariance of condition 1e10 singular
-    standard = multivariate_t.logpdf(white.T, np.zeros(d), np.eye(d), df=DEGREES)
+    standard = multivariate_t.logpdf(white.T, np.zeros(d), np.eye(d), df=degrees)
     return points, np.atleast_1d(standard) - np.sum(np.log(np.diagonal(root)))
 
 
