@@ -96,7 +96,7 @@ class SitesPosterior:
 
     def reordered(self, server: Any, order: list[int]) -> Any:
         """A server state whose silos come in another order (or are fewer)."""
-        take = lambda leaf: leaf[np.array(order)]
+        take, everyone = lambda leaf: leaf[np.array(order)], len(order) == server.visits.shape[0]
         with jax.enable_x64(True):
             each = server.sites.each if self.tied else jax.tree.map(take, server.sites.each)
             return server._replace(
@@ -104,7 +104,7 @@ class SitesPosterior:
                 visits=take(server.visits),
                 moving=take(server.moving),
                 values=server.values[np.array([*order, -1])],
-                rest=jax.tree.map(jnp.zeros_like, server.rest),  # what moved before was another posterior
+                rest=server.rest if everyone else jax.tree.map(jnp.zeros_like, server.rest),  # of another posterior
             )
 
     def joined(self, fresh: Any, old: Any, places: np.ndarray) -> Any:
