@@ -122,7 +122,7 @@ def test_whole_scaling_is_a_power_of_the_likelihood(x64):
 # --- where it goes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cov", ["full", "diagonal"])
+@pytest.mark.parametrize("cov", tiers(["full", "diagonal"], "full"))
 def test_homogeneous_silos_reach_the_exact_posterior(cov):
     """Equal silos of the same population, default settings: means within 0.05 sd, sds within 2 % of the exact ones."""
     silos = regression_silos((200, 200, 200))

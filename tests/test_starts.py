@@ -83,6 +83,7 @@ def test_a_search_is_of_the_density_with_locals_integrated_out(seed):
     assert s == pytest.approx(0.12, abs=0.02)  # as in all other searches: the mode, not where one got stuck
 
 
+@pytest.mark.slow
 def test_a_row_that_goes_too_far_holds_up_no_other():
     """At a = 0 a count of 3,000 makes Newton's first step of its row exp(50) long; after 12 all slopes are zero."""
     y = np.array([3000, 0, 3, 12], "i4")
@@ -202,7 +203,7 @@ def line(x, y):
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ("alike", None),
+        pytest.param("alike", None, marks=pytest.mark.slow),
         ("ranges", "'a' cannot tell some direction of the globals alone"),
         pytest.param("levels", "further from all than chance allows", marks=pytest.mark.slow),
     ],

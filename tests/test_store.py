@@ -458,9 +458,10 @@ def test_new_units_are_of_no_silo(fit):
 
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(None, marks=pytest.mark.slow), [f"silo {i}" for i in range(12)]],
+    [None, [f"silo {i}" for i in range(12)]],
     ids=["numbers", "names"],
 )
+@pytest.mark.slow
 def test_a_fit_is_saved_without_data_and_goes_on(names, tmp_path):
     store = SiloStore.from_function(read, 12, names)
     schedule = nf.schedules.sampled(3)

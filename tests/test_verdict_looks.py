@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from tiers import tiers
 
 import numpyro_fed as nf
 from benchmarks.verdict import Given, asked
@@ -162,6 +163,7 @@ def test_a_mirror_image_is_another_mode(engine: Any) -> None:
     assert per_round * modes.rounds <= modes.bytes_up < (per_round + 300) * modes.rounds
 
 
+@pytest.mark.slow
 def test_one_mode_is_found_from_everywhere() -> None:
     found = asked(intercepts, SILOS, RIGHT, KEY)
     assert found.ok, found
@@ -207,7 +209,7 @@ class Scaled(Given):
         return {"s": jnp.asarray(self.log_s)}
 
 
-@pytest.mark.parametrize("off", [0.0, 0.1])
+@pytest.mark.parametrize("off", tiers([0.0, 0.1], 0.1))
 def test_theta_off_its_maximum_is_a_reason(off: float) -> None:
     """With a flat prior of mu the evidence is largest at s^2 = SS / (n - 1). At log s + .1 its gradient with respect to
     log s is g = (n - 1) (e^-.2 - 1), its information I = 2 (n - 1) e^-.2, and the step is g / sqrt(I)."""

@@ -134,13 +134,15 @@ def change(values: np.ndarray, log_p: np.ndarray, log_q: np.ndarray) -> Change:
     off_p, off_q = (values - mean_p) ** 2, (values - mean_q) ** 2
     var_p, var_q = p @ off_p, q @ off_q
     tiny = np.finfo(float).tiny
-    sd = np.sqrt(np.maximum(var_q, tiny))
+    var_q = np.maximum(var_q, tiny)
+    var_p = np.maximum(var_p, 1e-30 * var_q)  # one point may have all the weight
+    sd = np.sqrt(var_q)
     each = (p[:, None] * (values - mean_p) - q[:, None] * (values - mean_q)) / sd
-    spread = p[:, None] * (off_p / np.maximum(var_p, tiny) - 1) - q[:, None] * (off_q / np.maximum(var_q, tiny) - 1)
+    spread = p[:, None] * (off_p / var_p - 1) - q[:, None] * (off_q / var_q - 1)
     return Change(
         (mean_p - mean_q) / sd,
         np.sqrt(np.sum(each**2, axis=0)),
-        np.sqrt(np.maximum(var_p, tiny) / np.maximum(var_q, tiny)),
+        np.sqrt(var_p / var_q),
         0.5 * np.sqrt(np.sum(spread**2, axis=0)),
     )
 

@@ -57,7 +57,7 @@ def silos_for(model: Any, *names: str) -> nf.Silos:
 
 # Programs that take long to compile: laws that need another of them are slow tests; all laws, where another line has
 # their kind.
-LONG, SLOW = ("EP", "PVI", "SFVI", "SFVIAvg", "FedPA"), ("SFVI, minibatches",)
+LONG, SLOW = ("EP", "PVI", "SFVI", "SFVI, no locals", "FedPA"), ("SFVI, minibatches", "SFVIAvg")
 METHODS: dict[str, Any] = {
     "SFVI": nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=0),
     "SFVI, minibatches": nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=0, batch_size=1),

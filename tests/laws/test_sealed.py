@@ -27,6 +27,7 @@ def test_independent_silos_are_sealed_from_one_another() -> None:
     assert np.all(np.isfinite(fits["york"].sample(KEY, 5)["beta"]))
 
 
+@pytest.mark.slow
 def test_what_is_made_of_a_fit_is_made_in_the_silos_rooms() -> None:
     fit = nf.EP(counties).run(KEY, sealed(silos_for(counties)), 2, progress_bar=False)
     assert fit.sample_local(KEY, 3, silo="york")["alpha"].shape == (3, 4)
