@@ -129,6 +129,7 @@ def test_long_format_rows_are_found(case):
     assert not how_rows_lie(split, data, found)[1]
 
 
+@pytest.mark.slow
 def test_indexed_and_aligned_agree(x64):
     """Where rows stand at their own place both ways of adding terms up give the same bound."""
 

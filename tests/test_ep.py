@@ -261,6 +261,7 @@ def test_many_noisy_rounds_leave_a_proper_posterior(runs, rounds):
     assert improper > runs, "the noise is such that sites are indefinite"
 
 
+@pytest.mark.slow
 def test_a_silo_whose_factor_breaks_down_is_skipped_and_counted():
     @dataclass(frozen=True)
     class Broken(Laplace):

@@ -144,6 +144,7 @@ def check(row: Any, probs: np.ndarray, labels: np.ndarray) -> None:
     assert row["num_observations"] == labels.size
 
 
+@pytest.mark.slow
 def test_of_labels_zero_and_one(binary_fit: Fit) -> None:
     found = evaluate(binary_fit, dict(x=NEW_X, y=NEW_Y), KEY)
     assert found.index.tolist() == ["point", "marginalised"]

@@ -279,6 +279,7 @@ def test_an_outside_method_goes_on_and_starts_others(fit, silos, exact):
     assert abs(float(begun.normal().mean[0]) - exact[0]) < 0.05 * exact[1]
 
 
+@pytest.mark.slow
 def test_an_outside_guide(silos, exact):
     method = nf.SFVI(random_intercepts, guide=Students(), importance_samples=10, optim=optax.adam(0.02))
     found = method.run(KEY, silos, 1500, progress_bar=False)
@@ -294,6 +295,7 @@ def test_an_outside_solver(silos, exact):
     assert abs(float(found.mean[0]) - exact[0]) < 0.01 * exact[1] and abs(found.sds[0] / exact[1] - 1) < 0.01
 
 
+@pytest.mark.slow
 def test_an_outside_engine(silos):
     engine, settings = Told(), dict(schedule="sequential", progress_bar=False)
     told = nf.EP(random_intercepts).run(KEY, silos, 2, engine=engine, **settings)

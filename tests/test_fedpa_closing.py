@@ -67,6 +67,7 @@ def moments_on_a_grid(unlike: nf.Silos) -> tuple[np.ndarray, np.ndarray]:
 # --- where it ends ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_silos_that_differ_and_are_not_normal_meet_at_the_posteriors_mode(unlike, moments_on_a_grid):
     fit = nf.FedPA(logistic, start_rounds=0, **SHORT).run(KEY, unlike, 3, progress_bar=False, check=True)
     mean, sds = moments_on_a_grid

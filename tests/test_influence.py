@@ -125,6 +125,7 @@ def test_rounds_among_the_others(fit: nf.Fit, silos: nf.Silos) -> None:
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.slow
 def test_add_is_the_posterior_of_all(fit: nf.Fit, silos: nf.Silos) -> None:
     before = fit.without("hull")
     after = before.add(KEY, silos.only("hull"))
@@ -296,6 +297,7 @@ def test_p_values_are_uniform_where_silos_agree() -> None:
 # --- false alarms ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_wide_site_is_no_conflict(x64: None) -> None:
     """Normal rows with an unknown sd, silos of 8 that agree: one whose residuals are large by chance has a wide site.
 

@@ -13,6 +13,7 @@ from models import MODELS, Case, normal, real
 from numpyro import handlers
 from numpyro.contrib.funsor import config_enumerate, enum
 from numpyro.infer.util import constrain_fn, potential_energy
+from tiers import tiers
 
 from numpyro_fed.data import stack as stack_module
 from numpyro_fed.data.axis import Axis
@@ -163,7 +164,7 @@ def otherwise_padded(split: SplitModel, silos: Silos, point: Point, cut: dict[st
     return stack, point._replace(local=local)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", tiers(MODELS, *list(MODELS)[::2]))  # all of them, with the slow tests
 def test_sum_of_terms_is_the_pooled_log_density(name: str, x64: None) -> None:
     """To ten digits; gradients are finite, those of padded rows zero; padding, buckets and order change nothing."""
     split, data, found = computed(name)

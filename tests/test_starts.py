@@ -58,9 +58,8 @@ def runner(model, silos, seed):
 # --- searches -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
 def test_a_search_is_of_the_density_with_locals_integrated_out(seed):
     """What it reached is the log density where it ended, whatever was refused on the way.
 

@@ -275,8 +275,9 @@ class Runner:
 
     def _record(self, info: dict, count: int, cohort: int, sent: Traffic, phase: Phase) -> None:
         if phase.role == "check":
-            self.records.append(Record(phase.name, count, cohort * sent.up, cohort * sent.down))
-            self._count(cohort * sent, at=-1)
+            asked = count * cohort
+            self.records.append(Record(phase.name, count, asked * sent.up, asked * sent.down))
+            self._count(asked * sent, at=-1)
             return
         rows = {name: column for name, column in info.items() if not name.startswith("_")}
         rows.setdefault("bytes_up", np.full(count, cohort * sent.up))
