@@ -226,3 +226,7 @@ class Plan(NamedTuple):
     cohort: int | None = None  # silos in a round; None: all of them
     random: bool = False  # cohorts are drawn by chance: those who are asked stand for all
     stale: bool = False  # silos work from what they last received
+
+    def visits(self, num_rounds: int) -> float:
+        """Of a silo in so many rounds, on average."""
+        return num_rounds if self.cohort is None else num_rounds * self.cohort / len(self.names)

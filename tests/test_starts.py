@@ -1,5 +1,7 @@
 """Where rounds begin, how long they go on, and what happens when they go astray."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,8 @@ from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm, Left, Phase
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.local.conditional import fit_local_laplace
 from numpyro_fed.methods.rest import still_drifting, still_falling
+from numpyro_fed.methods.sfvi_avg import _apart
+from numpyro_fed.model.survey import Survey
 from numpyro_fed.run.mode import mode_phases
 from numpyro_fed.run.runner import SHORTENED, SHORTER, UNSURE, NonFinite, Runner
 from numpyro_fed.schedules import as_schedule
@@ -222,3 +226,17 @@ def test_what_would_explain_an_average_that_is_wrong(case, told):
     else:
         (hint,) = fit.hints
         assert told in hint and "use nf.SFVI, nf.EP or nf.PVI" in hint
+
+
+def test_a_silo_with_all_data_is_not_far_from_itself():
+    """Its distance from the average is rounding, and chance allows it none."""
+    split, survey = SimpleNamespace(dim=2, groups=()), Survey(1, (("y", (30,)),))
+    near = {"_widest": np.ones((1, 1)), "disagreement": np.full((1, 1), 1e-3)}
+    assert _apart(split, survey, ("a",), near) == ()
+    (told,) = _apart(
+        split,
+        survey._replace(num_silos=2, observations=(("y", (30, 30)),)),
+        ("a", "b"),
+        {"_widest": np.ones((1, 2)), "disagreement": np.array([[9.0, 1.0]])},
+    )
+    assert "silo 'a' is further from all than chance allows (by 9 sds)" in told

@@ -227,16 +227,9 @@ class SFVI(Method):
     # --- where rounds begin -------------------------------------------------------------------------------------------
 
     def _rounds_phase(
-        self,
-        split: SplitModel,
-        survey: Survey,
-        plan: Plan,
-        guide: Any,
-        algorithm: FederatedAlgorithm,
-        rounds: int,
+        self, split: SplitModel, survey: Survey, plan: Plan, guide: Any, algorithm: FederatedAlgorithm, rounds: int
     ) -> Phase:
         optims = self._optims(split, guide)
-        share = 1.0 if plan.cohort is None else plan.cohort / survey.num_silos
 
         def begin(left: Left, fresh: SFVIServer) -> Begun:
             server, given = self._begin(split, guide, optims, left, fresh)
@@ -244,7 +237,7 @@ class SFVI(Method):
 
         def begin_silo(given: Given | tuple, state: SFVISilo, local: LocalStart | None) -> SFVISilo:
             state = self._begin_silo(split, guide, optims, given, state, local)
-            return self._with_visits(guide, state, share * rounds)
+            return self._with_visits(guide, state, plan.visits(rounds))
 
         shorter = _shorter if self.optim is None else None  # the user's steps are as long as the user says
         return Phase("rounds", algorithm, begin, begin_silo, rounds, finish=at_rest, shorter=shorter)

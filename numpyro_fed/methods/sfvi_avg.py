@@ -45,6 +45,7 @@ from numpyro_fed.optim import DEFAULT, LINEAR, shortened, with_horizon
 
 LOOK = 512  # steps of a silo between two looks of the host
 WIDE = 4.0  # times the sd of all data: then a silo alone does not tell
+ALONE = 0.01  # N / N_j - 1, at least: a silo that has all data is no distance away, up to rounding
 Array = jax.Array
 
 
@@ -220,17 +221,10 @@ class SFVIAvg(SFVI):
     # --- where rounds begin -------------------------------------------------------------------------------------------
 
     def _rounds_phase(
-        self,
-        split: SplitModel,
-        survey: Survey,
-        plan: Plan,
-        guide: Any,
-        algorithm: FederatedAlgorithm,
-        rounds: int,
+        self, split: SplitModel, survey: Survey, plan: Plan, guide: Any, algorithm: FederatedAlgorithm, rounds: int
     ) -> Phase:
         optims = self._optims(split, guide)
-        share = 1.0 if plan.cohort is None else plan.cohort / survey.num_silos
-        steps = max(1, round(share * rounds * self.local_steps))
+        steps = max(1, round(plan.visits(rounds) * self.local_steps))
 
         def begin(left: Left, fresh: SFVIServer) -> Begun:
             server, given = self._begin(split, guide, optims, left, fresh)
@@ -246,8 +240,8 @@ class SFVIAvg(SFVI):
 
         def finish(left: Left, server: SFVIServer, info: dict[str, Any]) -> Left:
             # the loss alone: silos' steps pull an average aside, so that its mean moves as they become shorter
-            if not left.hints:  # of the first block: steps, and with them distances, become smaller
-                left = left._replace(hints=_apart(split, survey, plan.names, info))
+            if left.server is None or not left.hints:  # once, whatever the start had to say
+                left = left._replace(hints=(*left.hints, *_apart(split, survey, plan.names, info)))
             return at_rest(left, server, info)
 
         return Phase(
@@ -286,7 +280,8 @@ def _apart(split: SplitModel, survey: Survey, names: Any, info: dict[str, Any]) 
     if split.groups:
         return ()
     sizes, distance = np.array(survey.sizes, np.float64), np.nan_to_num(info["disagreement"][0])
-    limit = chi2.ppf(1 - 0.01 / len(sizes), split.dim) * (sizes.sum() / sizes - 1)
+    others = np.maximum(sizes.sum() / sizes - 1, ALONE)
+    limit = chi2.ppf(1 - 0.01 / len(sizes), split.dim) * others
     far = np.flatnonzero(distance**2 > limit)
     if not far.size:
         return ()
