@@ -1,6 +1,6 @@
 """Federated Bayesian inference on NumPyro."""
 
-from numpyro_fed import algorithm, engines, guides, prepare, schedules, solvers
+from numpyro_fed import algorithm, engines, gi, guides, prepare, schedules, solvers
 from numpyro_fed.algorithm import Posterior
 from numpyro_fed.data import datasets, partitioners
 from numpyro_fed.data.silos import Silos
@@ -11,6 +11,7 @@ from numpyro_fed.judge.evaluate import evaluate
 from numpyro_fed.judge.nuts import Reference, nuts
 from numpyro_fed.methods import (
     EP,
+    GIPVI,
     PVI,
     SEP,
     SFVI,
@@ -34,6 +35,7 @@ from numpyro_fed.results.load import load
 
 __all__ = [
     "EP",
+    "GIPVI",
     "PVI",
     "SEP",
     "SFVI",
@@ -62,6 +64,7 @@ __all__ = [
     "datasets",
     "engines",
     "evaluate",
+    "gi",
     "guides",
     "load",
     "nuts",

@@ -5,6 +5,7 @@ from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.ep import EP, SEP
 from numpyro_fed.methods.fedavg import FedAvg
 from numpyro_fed.methods.fedpa import FedPA
+from numpyro_fed.methods.gipvi import GIPVI
 from numpyro_fed.methods.independent import Fits, Independent
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
@@ -13,6 +14,7 @@ from numpyro_fed.run.diagnose import NonFiniteError
 
 __all__ = [
     "EP",
+    "GIPVI",
     "PVI",
     "SEP",
     "SFVI",
