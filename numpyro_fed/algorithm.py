@@ -182,7 +182,7 @@ class Posterior(Protocol):
     - ``sample_with_log_prob`` and ``silo_elbo`` (:class:`numpyro_fed.results.elbo.HasBound`): an evidence bound.
     - ``sites``, ``reordered``, ``joined`` and ``joined_silo`` (:class:`numpyro_fed.results.influence.HasSites`): a
       factor for each silo. ``reordered(server, order)`` is for any server state with an entry for each silo, so that a
-      run can go on with the silos in another order.
+      run can go on with the silos in another order. Without ``sites``, ``no_factors`` says why there are none.
     - ``reads_data`` (bool): locals are read off the data by an encoder or a guide function, and so are not drawn
       without them; ``inputs``: the names of the arguments that an encoder reads.
     - ``local_context``, ``sample_local_with_log_prob`` and ``local_program``

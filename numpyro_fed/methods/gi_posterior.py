@@ -3,18 +3,18 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Key, PyTree
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.methods.gi_rounds import UNKNOWN, GIServer, heard_rows
+from numpyro_fed.methods.gi_rounds import GIServer, heard_rows
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.normal.inducing import noise_for, sample
 from numpyro_fed.normal.network import Network
 
 Array = jax.Array
+EACH = ("table", "visits", "log_likelihoods", "moving", "climbs")  # of the server's state: an entry for each silo
 
 
 class GIPosterior:
@@ -44,19 +44,15 @@ class GIPosterior:
     def normal(self, server: GIServer) -> Normal | None:
         return None
 
-    # --- silos that leave, join, or come in another order ----------------------------------------------------------------
+    # --- silos that leave, join, or come in another order -------------------------------------------------------------
 
     def reordered(self, server: GIServer, order: list[int]) -> GIServer:
         place = np.array(order)
-        mine = ("table", "visits", "log_likelihoods", "moved", "climbs")
-        return server._replace(**{name: jax.tree.map(lambda leaf: leaf[place], getattr(server, name)) for name in mine})
+        return server._replace(**{name: jax.tree.map(lambda leaf: leaf[place], getattr(server, name)) for name in EACH})
 
     def joined(self, fresh: GIServer, old: GIServer, places: np.ndarray) -> GIServer:
         grown = lambda new, was: new.at[places].set(was)
-        mine = ("table", "visits", "log_likelihoods", "moved", "climbs")
-        return old._replace(
-            **{name: jax.tree.map(grown, getattr(fresh, name), getattr(old, name)) for name in mine}
-        )
+        return old._replace(**{name: jax.tree.map(grown, getattr(fresh, name), getattr(old, name)) for name in EACH})
 
     def joined_silo(self, fresh: PyTree, old: PyTree, rows: dict) -> PyTree:
         return fresh

@@ -21,10 +21,10 @@ class GIServer(NamedTuple):
     table: Rows  # each leaf (J, ...)
     visits: Array  # int (J,): how often each silo was heard
     log_likelihoods: Array  # (J,): E_q[log p(y_j | W)], as last heard
-    moved: Array  # (J,): by how much that had changed, an observation; of a silo heard once, UNKNOWN
-    climbs: Array  # (J,): how much the bound still rose at the end of the last visit, an observation, if not by chance
+    moving: Array  # (J,): by how much that changed in the last visit, over what is little; of a first visit, UNKNOWN
+    climbs: Array  # (J,): how much the bound still rose at its end, over what is little
     damping: Array
-    start: Array  # (d,): weights with which silos begin
+    start: Array  # (d,): weights with which silos begin, as standard normals of the prior
 
 
 class GIBroadcast(NamedTuple):
@@ -40,12 +40,13 @@ class GIMessage(NamedTuple):
 
     rows: Rows
     log_likelihood: Array
+    change: Array
     climb: Array
-    noise: Array
     observations: Array
 
 
 UNKNOWN = 1e30
+LITTLE, LEAST = 0.01, 0.2  # nats an observation by which a likelihood or bound may change at rest; in all, at least
 
 
 def stacked_rows(table: Rows, weights: Array) -> Rows:
@@ -75,15 +76,8 @@ def gi_rounds(work: Work, num: int) -> FederatedAlgorithm:
             tuple(jnp.zeros((num, groups, size), dtype) for groups in work.groups),
         )
         nothing, unknown = jnp.zeros(num, dtype), jnp.full(num, UNKNOWN, dtype)
-        standard = noise_for(network, key)
-        drawn = tuple(
-            jnp.asarray(layer.mean, dtype) + jnp.asarray(layer.sd, dtype) * one
-            for layer, one in zip(network.layers, standard, strict=True)
-        )
-        start = split.ravel(network.sites(drawn)).astype(dtype)
-        return GIServer(
-            table, jnp.zeros(num, jnp.int32), nothing, unknown, nothing, jnp.ones((), dtype), start
-        )
+        start = split.ravel(network.sites(noise_for(network, key))).astype(dtype)
+        return GIServer(table, jnp.zeros(num, jnp.int32), nothing, unknown, nothing, jnp.ones((), dtype), start)
 
     def broadcast(key: Array, server: GIServer) -> Broadcast:
         return Broadcast(GIBroadcast(server.table, server.visits > 0, server.start), jnp.arange(num, dtype=jnp.int32))
@@ -91,10 +85,10 @@ def gi_rounds(work: Work, num: int) -> FederatedAlgorithm:
     def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[GIMessage, tuple]:
         sent, place = broadcast.common, broadcast.each
         begin_key, steps_key = jax.random.split(key)
-        fresh = start_rows(work, begin_key, data, network.weights(split.unravel(sent.start)))
+        others = stacked_rows(sent.table, (sent.heard & (jnp.arange(num) != place)).astype(sent.start.dtype))
+        fresh = start_rows(work, begin_key, data, others, network.weights(split.unravel(sent.start)))
         begin = jax.tree.map(lambda old, new: jnp.where(sent.heard[place], old[place], new), sent.table, fresh)
-        others = (sent.heard & (jnp.arange(num) != place)).astype(sent.start.dtype)
-        found = visit(work, steps_key, stacked_rows(sent.table, others), begin, data)
+        found = visit(work, steps_key, others, begin, data)
         return GIMessage(*found, num_observations(split, data)), silo
 
     def aggregate(messages: GIMessage, cohort: Cohort) -> tuple[GIMessage, Array]:
@@ -117,15 +111,14 @@ def gi_rounds(work: Work, num: int) -> FederatedAlgorithm:
         weakened = tuple(one * first[:, None, None] for one in messages.rows.precisions)
         table = jax.tree.map(taken, server.table, messages.rows._replace(precisions=weakened))
         keep = lambda old, new: old.at[index].set(jnp.where(ok, new, old[index]))
-        each = 1 / messages.observations
-        change = jnp.abs(messages.log_likelihood - server.log_likelihoods[index]) * each
-        rising = jnp.where(messages.climb > 3 * messages.noise, messages.climb, 0.0) * each
+        little = jnp.maximum(LITTLE * messages.observations, LEAST)
+        moving = jnp.where(known, jnp.abs(messages.change) / little, UNKNOWN)
         server = server._replace(
             table=table,
             visits=server.visits.at[index].add(ok.astype(jnp.int32)),
             log_likelihoods=keep(server.log_likelihoods, messages.log_likelihood),
-            moved=keep(server.moved, jnp.where(known, change, UNKNOWN)),
-            climbs=keep(server.climbs, rising),
+            moving=keep(server.moving, moving),
+            climbs=keep(server.climbs, messages.climb / little),
         )
         heard = heard_rows(server)
         divergence = lambda key: sample(network, heard, noise_for(network, key))[1]
@@ -133,6 +126,7 @@ def gi_rounds(work: Work, num: int) -> FederatedAlgorithm:
         info = {
             "loss": jnp.mean(divergences) - jnp.sum(server.log_likelihoods),
             "divergence": jnp.mean(divergences),
+            "moving": jnp.maximum(jnp.max(server.moving), jnp.max(server.climbs)),
             "heard": jnp.sum(server.visits > 0),
             "skipped": jnp.sum(~ok),
         }

@@ -15,11 +15,12 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.local import minibatch
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.normal.inducing import Cavity, Rows, cavity_of, noise_for, sample_tilted
+from numpyro_fed.normal.inducing import Cavity, Rows, cavity_of, noise_for, sample, sample_tilted
 from numpyro_fed.normal.network import Network
 
 Array = jax.Array
 PARTS = 4  # of a visit's steps, whose mean values are compared
+LOOKS = 16  # at the rows before and after a visit, with the same draws and minibatches
 
 
 class Work(NamedTuple):
@@ -52,16 +53,17 @@ class Visited(NamedTuple):
     """Where a visit ended."""
 
     rows: Rows
-    log_likelihood: Array  # E_q[log p(y_k | W)], of the last steps
-    climb: Array  # how much the bound rose over the last steps
-    noise: Array  # and the standard error of that
+    log_likelihood: Array  # E_q[log p(y_k | W)]
+    change: Array  # by how much it changed in the visit
+    climb: Array  # by how much the bound rose over the last steps; 0 if that may be chance
 
 
-def start_rows(work: Work, key: Array, data: SiloData, weights: tuple[Array, ...]) -> Rows:
-    """Where a silo's rows begin: inputs drawn from a normal, outputs as a network says that all silos know.
+def start_rows(work: Work, key: Array, data: SiloData, table: Rows, noise: tuple[Array, ...]) -> Rows:
+    """Where a silo's rows begin: inputs drawn from a normal, outputs those of a network that the others' rows make.
 
-    The normal has the silo's means and variances, as they would be with one row more at 0 +- 1: so that of a silo with
-    a single row, too, none is shown.
+    All silos take the same ``noise`` for it: they begin with one network, also while there are no rows yet. The normal
+    has the silo's means and variances, as they would be with one row more at 0 +- 1: so that of a silo with a single
+    row, too, none is shown.
     """
     x, valid = work.network.rows(data), data.mask[work.network.axis]
     number = jnp.sum(valid).astype(x.dtype)
@@ -76,6 +78,7 @@ def start_rows(work: Work, key: Array, data: SiloData, weights: tuple[Array, ...
         place = jnp.pad(order, (0, max(0, num - order.shape[0])))[:num]
         inputs = jnp.where((jnp.arange(num) < number)[:, None], x[place], inputs)
     precisions = tuple(jnp.full((groups, num), work.start_precision, x.dtype) for groups in work.groups)
+    weights, _ = sample(work.network, table, noise)
     return Rows(inputs, work.network.outputs(inputs, weights), precisions)
 
 
@@ -87,18 +90,32 @@ def visit(work: Work, key: Array, table: Rows, begin: Rows, data: SiloData) -> V
     logs = tuple(jnp.log(jnp.maximum(one, tiny)) for one in begin.precisions)
     free = Free(begin.inputs, begin.outputs, logs)
 
-    def step(carry: tuple, key: Array) -> tuple:
+    def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
         free, state = carry
-        (loss, log_likelihood), gradient = values_and_steps(free, key)
+        (loss, _), gradient = values_and_steps(free, key)
         moves, state = work.optim.update(gradient, state, free)
-        return (optax.apply_updates(free, moves), state), (loss, log_likelihood)
+        return (optax.apply_updates(free, moves), state), loss
 
     keys = jax.random.split(key, work.local_steps)
-    (free, _), (losses, log_likelihoods) = jax.lax.scan(step, (free, work.optim.init(free)), keys)
-    part = max(1, work.local_steps // PARTS)
-    last, before = losses[-part:], losses[-2 * part : -part] if work.local_steps >= 2 * part else losses[:1]
-    noise = jnp.sqrt(jnp.var(last) / last.shape[0] + jnp.var(before) / before.shape[0])
-    return Visited(free.rows(), jnp.mean(log_likelihoods[-part:]), jnp.mean(before) - jnp.mean(last), noise)
+    end, losses = jax.lax.scan(step, (free, work.optim.init(free)), keys)
+    rows: Rows = end[0].rows()
+    looks = jax.random.split(jax.random.fold_in(key, work.local_steps), LOOKS)
+    before, after = (
+        jnp.mean(jax.lax.map(lambda key, own=own: _loss(work, cavity, own, data, key)[1], looks))
+        for own in (begin, rows)
+    )
+    return Visited(rows, after, after - before, _climb(losses))
+
+
+def _climb(losses: Array) -> Array:
+    """How much lower losses are in the last quarter than in the one before."""
+    part = losses.shape[0] // PARTS
+    if part < 2:
+        return jnp.zeros(())
+    last, before = losses[-part:], losses[-2 * part : -part]
+    error = jnp.sqrt((jnp.var(last) + jnp.var(before)) / part)
+    climb = jnp.mean(before) - jnp.mean(last)
+    return jnp.where(climb > 3 * error, climb, 0.0)
 
 
 def _loss(work: Work, cavity: Cavity, own: Rows, data: SiloData, key: Array) -> tuple[Array, Array]:

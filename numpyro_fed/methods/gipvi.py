@@ -14,7 +14,7 @@ from numpyro_fed.local import minibatch
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.gi_posterior import GIPosterior
-from numpyro_fed.methods.gi_rounds import UNKNOWN, GIServer, gi_rounds
+from numpyro_fed.methods.gi_rounds import LITTLE, UNKNOWN, GIServer, gi_rounds
 from numpyro_fed.methods.gi_visit import Work
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
@@ -22,9 +22,7 @@ from numpyro_fed.normal.network import Network, read_network
 from numpyro_fed.optim import check_optim
 
 STEP = 0.01  # Adam's first, of a visit
-SWEEPS, SYNCHRONOUS = 2, 4  # by default: visits of each silo, in turn or together
-STILL = 0.01  # nats an observation, by which a likelihood may change between two visits
-RISING = 0.002  # and a bound over the last quarter of a visit
+SWEEPS = 10  # visits of each silo at most, by default
 INITS = ("normal", "data")
 PRECISIONS = ("layer", "unit")
 
@@ -120,13 +118,12 @@ class GIPVI(Method):
             )
         core = replace(self, damping=None)  # which is in the server's state
         rounds = remembered(lambda: core._rounds(split, network, survey), core, ByIdentity(split), survey)
-        together = plan.cohort is None
-        default = (SYNCHRONOUS if len(plan.names) > 1 else SWEEPS) if together else SWEEPS * plan.sweep
         phase = Phase(
             "rounds",
             rounds,
-            begin=self._begin,
-            num_rounds=default if plan.num_rounds is None else plan.num_rounds,
+            begin=lambda left, fresh: self._begin(split, network, left, fresh),
+            num_rounds=SWEEPS * plan.sweep if plan.num_rounds is None else plan.num_rounds,
+            done=lambda info: bool(info["moving"][-1] < 1),
             finish=lambda left, server, info: self._finish(plan, left, server),
             look=1,
             remedy="standardise the inputs, or pass a smaller step: optim=optax.adam(1e-3)",
@@ -161,39 +158,41 @@ class GIPVI(Method):
 
     # --- where rounds begin and end -----------------------------------------------------------------------------------
 
-    def _begin(self, left: Left, fresh: GIServer) -> Begun:
+    def _begin(self, split: SplitModel, network: Network, left: Left, fresh: GIServer) -> Begun:
         server = fresh if left.server is None else left.server
         if left.server is None and left.warm is not None:
-            server = server._replace(start=jnp.asarray(left.warm.loc, server.start.dtype))
+            prior = split.ravel(network.sites(tuple(jnp.asarray(layer.mean) for layer in network.layers)))
+            sd = split.ravel(network.sites(tuple(jnp.asarray(layer.sd) for layer in network.layers)))
+            server = server._replace(start=jnp.asarray((left.warm.loc - prior) / sd, server.start.dtype))
         damping = 1.0 if self.damping is None else self.damping
         return Begun(server._replace(damping=jnp.asarray(damping, server.start.dtype)))
 
     def _finish(self, plan: Plan, left: Left, server: GIServer) -> Left:
         """Whether everybody was heard, and bounds and likelihoods are at rest."""
-        visits, moved, climbs = (np.asarray(leaf) for leaf in (server.visits, server.moved, server.climbs))
+        visits, moving, climbs = (np.asarray(leaf) for leaf in (server.visits, server.moving, server.climbs))
         named = lambda where: format_names([plan.names[j] for j in np.flatnonzero(where).tolist()], 5)
+        more = "run more rounds, run(..., init_state=fit.state)"
         reasons = []
         if np.any(visits == 0):
             reasons.append(
                 f"silo {named(visits == 0)} was not asked, or nothing finite came from it: the posterior is not yet "
-                "that of all silos. Run more rounds (init_state=fit.state); if rounds are skipped "
-                "(fit.history['skipped']), pass a smaller step, optim=optax.adam(1e-3)"
+                f"that of all silos: {more}; if rounds are skipped (fit.history['skipped']), pass a smaller step, "
+                "optim=optax.adam(1e-3)"
             )
-        elif len(visits) > 1 and np.any(moved >= UNKNOWN):
+        elif len(visits) > 1 and np.any(moving >= UNKNOWN):
             reasons.append(
-                f"silo {named(moved >= UNKNOWN)} was asked once, so nobody knows whether the posterior is at rest: run "
-                "more rounds, run(..., init_state=fit.state)"
+                f"silo {named(moving >= UNKNOWN)} was asked once, so nobody knows whether the posterior is at rest: "
+                f"{more}"
             )
-        elif len(visits) > 1 and np.any(moved > STILL):
+        elif len(visits) > 1 and np.any(moving > 1):
             reasons.append(
-                f"the likelihood of silo {named(moved > STILL)} changed by up to {moved.max():.2g} nats an observation "
-                "between two visits: run more rounds, run(..., init_state=fit.state)"
+                f"the likelihood of silo {named(moving > 1)} changed by up to {LITTLE * moving.max():.2g} nats an "
+                f"observation in its last visit: {more}"
             )
-        if np.any(climbs > RISING):
+        if np.any(climbs > 1):
             reasons.append(
-                f"the bound of silo {named(climbs > RISING)} still rose by up to {climbs.max():.2g} nats an "
-                f"observation in the last quarter of its steps: pass local_steps={2 * self.local_steps}, or run more "
-                "rounds, run(..., init_state=fit.state)"
+                f"the bound of silo {named(climbs > 1)} still rose by up to {LITTLE * climbs.max():.2g} nats an "
+                f"observation in the last quarter of its steps: pass local_steps={2 * self.local_steps}, or {more}"
             )
         if not reasons:
             return left._replace(server=server)

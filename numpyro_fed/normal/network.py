@@ -165,7 +165,7 @@ def _prior(split: SplitModel) -> tuple[dict[str, Array], dict[str, Array]]:
             "Use nf.PVI(model, family='diagonal'), which takes any prior"
         )
     with jax.enable_x64(True):
-        return split.unravel(shift / precision), split.unravel(precision**-0.5)
+        return split.unravel(jnp.asarray(shift / precision)), split.unravel(jnp.asarray(precision**-0.5))
 
 
 def _candidates(split: SplitModel, first: Dense, inputs: str | None) -> list[tuple[str, int, str]]:
@@ -178,13 +178,13 @@ def _candidates(split: SplitModel, first: Dense, inputs: str | None) -> list[tup
             continue
         shape = leaf.shape or ()
         fits = shape[1:] == (width,) or (width == 1 and len(shape) == 1)
-        if leaf.axis is not None and leaf.dtype.startswith("float") and fits:
+        if leaf.axis is not None and str(leaf.dtype).startswith("float") and fits:
             found.append((leaf.path, place, leaf.axis))
     if not found:
         which = f"inputs={inputs!r} is not one" if inputs is not None else "there is none"
         raise PartitionError(
-            f"the first layer, {first.kernel!r}, reads an argument of floats with shape (rows, {width}) that silos have "
-            f"of their own, and {which}; their arguments are {', '.join(leaf.path for leaf in arrays)}"
+            f"the first layer, {first.kernel!r}, reads an argument of floats with shape (rows, {width}) of the silos' "
+            f"own, and {which}; their arguments are {', '.join(leaf.path for leaf in arrays)}"
         )
     return found
 

@@ -46,12 +46,8 @@ class Factors(NamedTuple):
 
 
 @runtime_checkable
-class HasSites(Protocol):
-    """A posterior with a factor for each silo."""
-
-    def sites(self, server: PyTree) -> Factors | None:
-        """None where one factor stands for all."""
-        ...
+class HasParts(Protocol):
+    """A posterior that has something of each silo: silos may leave and join."""
 
     def reordered(self, server: PyTree, order: list[int]) -> PyTree:
         """A server state whose silos come in another order, or are fewer."""
@@ -66,9 +62,18 @@ class HasSites(Protocol):
         ...
 
 
+@runtime_checkable
+class HasSites(HasParts, Protocol):
+    """A posterior with a factor for each silo, a normal of all globals."""
+
+    def sites(self, server: PyTree) -> Factors | None:
+        """None where one factor stands for all."""
+        ...
+
+
 def without(fit: F, names: str | Sequence[str], num_rounds: int, rng_key: Any) -> F:
     """See :meth:`numpyro_fed.results.fit.Fit.without`."""
-    posterior = with_sites(fit, "without")
+    posterior = with_parts(fit, "without")
     began = time.perf_counter()
     gone = (names,) if isinstance(names, str) else tuple(names)
     for name in gone:
@@ -82,8 +87,8 @@ def without(fit: F, names: str | Sequence[str], num_rounds: int, rng_key: Any) -
         )
     _check_rounds(num_rounds)
     server = posterior.reordered(fit.state.server, [fit.state.names.index(name) for name in rest])
-    factors = factors_of(posterior, server)
-    proper = bool(factors.family.proper(factors.product))
+    factors = posterior.sites(server) if isinstance(posterior, HasSites) else None
+    proper = factors is None or bool(factors.family.proper(factors.product))
     if num_rounds == 0:
         if not proper:
             raise ValueError(
@@ -102,7 +107,7 @@ def without(fit: F, names: str | Sequence[str], num_rounds: int, rng_key: Any) -
 
 def add(fit: F, rng_key: Any, silos: Silos, num_rounds: int) -> F:
     """See :meth:`numpyro_fed.results.fit.Fit.add`."""
-    posterior = with_sites(fit, "add")
+    posterior = with_parts(fit, "add")
     began, key = time.perf_counter(), check_key(rng_key)
     if getattr(silos, "lazy", True):
         raise TypeError(
@@ -127,6 +132,12 @@ def add(fit: F, rng_key: Any, silos: Silos, num_rounds: int) -> F:
     return replace(found, seconds=time.perf_counter() - began)
 
 
+def with_parts(fit: Fitted, what: str) -> HasParts:
+    """The posterior, when silos may leave it and join."""
+    posterior = fit.posterior
+    return posterior if isinstance(posterior, HasParts) and hasattr(posterior, "no_factors") else with_sites(fit, what)
+
+
 def with_sites(fit: Fitted, what: str) -> HasSites:
     """The posterior, when it has a factor for each silo."""
     if fit.correction is not None:
@@ -135,6 +146,7 @@ def with_sites(fit: Fitted, what: str) -> HasSites:
     if isinstance(posterior, HasSites) and posterior.sites(fit.state.server) is not None:
         return posterior
     has = "one site for all silos" if isinstance(posterior, HasSites) else "no sites"
+    has = f"none such: {posterior.no_factors}" if hasattr(posterior, "no_factors") else has
     raise TypeError(
         f"fit.{what} reads a factor for each silo off the fit, and nf.{fit.state.method} has {has}: fit with "
         "nf.EP(model) or nf.PVI(model), which have a site for each"
@@ -207,7 +219,7 @@ def _asked(fit: Fitted, rest: tuple[str, ...]) -> Survey:
     return fit.survey.only(*(fit.state.names.index(name) for name in rest))
 
 
-def _moved(fit: Fitted, posterior: HasSites, silos: Silos, key: Any) -> State:
+def _moved(fit: Fitted, posterior: HasParts, silos: Silos, key: Any) -> State:
     """A start of the method on other silos, in which those that the fit knows have their old states."""
     fresh = fit.need_again().prepare(key, silos)
     if fresh.split.global_shapes != fit.split.global_shapes or fresh.split.groups != fit.split.groups:
@@ -219,7 +231,7 @@ def _moved(fit: Fitted, posterior: HasSites, silos: Silos, key: Any) -> State:
     return fresh.state._replace(method=fit.state.method, silos=states, round=fit.state.round)
 
 
-def _states(fit: Fitted, posterior: HasSites, fresh: Fresh, b: int) -> PyTree:
+def _states(fit: Fitted, posterior: HasParts, fresh: Fresh, b: int) -> PyTree:
     """Old states in a new bucket, whose padding may be another; silos that are new keep the fresh ones."""
     out = []
     for name in fresh.state.buckets[b]:
