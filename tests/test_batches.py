@@ -15,9 +15,13 @@ from numpyro_fed.data.padding import silo_data
 from numpyro_fed.guides import StructuredNormal
 from numpyro_fed.local import minibatch
 from numpyro_fed.local.bound import Weighting, silo_bound
+from numpyro_fed.local.integrate import Marginal, silo_factor
+from numpyro_fed.methods.site_rounds import start_of
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.rows import find_components
 from numpyro_fed.model.survey import Survey
+from numpyro_fed.model.trace import PartitionError
+from numpyro_fed.normal.families import Family
 
 
 def rows(x, y):
@@ -235,3 +239,92 @@ def test_rows_that_look_at_others_are_refused():
     nf.SFVI(walk).run(jax.random.key(0), silos, 2, progress_bar=False)
     with pytest.raises(ValueError, match=r"batch_size=: the log densities of site 'y'.*change when other rows"):
         nf.SFVI(walk, batch_size=2).run(jax.random.key(0), silos, 2, progress_bar=False)
+
+
+# --- in the gradient solver of PVI ------------------------------------------------------------------------------------
+
+
+def logistic(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0.0, 1.0).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("people", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
+
+
+def people(*sizes, d=3):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(sum(sizes), d)).astype(jnp.result_type(float))
+    y = (rng.random(len(x)) < 1 / (1 + np.exp(0.5 * x[:, 1] - x[:, 0]))).astype(np.int32)
+    return nf.split(np.repeat(np.arange(len(sizes)), sizes), x=x, y=y)
+
+
+def test_mean_over_rows_drawn_with_replacement_is_the_whole_silo(x64):
+    """All 16 minibatches of two among four rows, as likely each: value and gradient to 1e-12. And as a solver sees it,
+    4,000 random ones: within five standard errors in each of the four numbers."""
+    silos = people(4, 9)
+    split = split_model(logistic, silos, check=False)
+    data = silo_data(silos, "0", split.spec, split.partition.axes, {"people": 9})  # five rows are padding
+    plan, z = minibatch.plan(split, Survey(2), "whole", 2), jnp.array([0.4, -0.3, 0.8])
+    factor = silo_factor(split, Marginal("none"), data, None, batching=plan)
+    whole = jax.value_and_grad(lambda z: factor.log_f(z, (), ()))(z)
+
+    def estimate(choice):
+        taken = minibatch.take_rows(split, plan, data, None, choice, jnp.array(4))
+        return jax.value_and_grad(lambda z: minibatch.log_silo(split, z, split.theta, taken))(z)
+
+    every = jax.vmap(estimate)(jnp.array(list(itertools.product(range(4), repeat=2))))
+    for mean, expected in zip(every, whole, strict=True):
+        np.testing.assert_allclose(mean.mean(axis=0), expected, rtol=1e-12)
+    keys = jax.random.split(jax.random.key(0), 4000)
+    drawn = jax.jit(jax.vmap(jax.value_and_grad(lambda z, key: factor.part(key, z)), in_axes=(None, 0)))(z, keys)
+    for each, expected in zip(drawn, whole, strict=True):
+        error = np.std(each, axis=0) / np.sqrt(4000)
+        assert np.all(error > 0) and np.all(np.abs(np.mean(each, axis=0) - expected) < 5 * error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", (200, 0), ids=("from the mode", "from a draw of the prior"))
+def test_pvi_in_minibatches_agrees_with_all_rows(most):
+    """Two sweeps over silos of 150 and 90 people, 50 rows a step, against all rows a step.
+
+    In sds a minibatch's gradient has noise of sqrt(150 / 50) = 1.7, and Adam's falling steps average it over some 700
+    minibatches (those after which the steps left to take sum to 1.7 sds): .065 sds. Four times that is allowed. Rows
+    that count once instead of three times would make sds 1.7 times as large.
+    """
+    Solver = type("Solver", (nf.solvers.Gradient,), dict(most_newton=most))
+    silos, found = people(150, 90), {}
+    for size in (None, 50):
+        solver = Solver(num_steps=3000, batch_size=size)
+        method = nf.PVI(logistic, family="diagonal", damping=1.0, solver=solver)
+        found[size] = method.run(jax.random.key(0), silos, 4, schedule="sequential", progress_bar=False).normal()
+    whole, part = found[None], found[50]
+    assert np.all(np.abs(part.mean - whole.mean) < 0.26 * whole.sds)
+    assert np.all(np.abs(part.sds / whole.sds - 1) < 0.1)
+
+
+def test_silos_are_told_where_to_begin_while_q_is_the_prior(x64):
+    """The same place for the same seed, a standard normal draw; once anybody was heard, q's own centre."""
+    family, seed = Family("diagonal"), jnp.array([1, 2], jnp.uint32)
+    prior = family.project(jnp.zeros(4000), jnp.full(4000, 0.25))
+    first, again = (start_of(seed, prior, prior) for _ in range(2))
+    np.testing.assert_array_equal(first.place, again.place)
+    assert first.unheard and abs(np.std(first.place) - 1) < 5 / np.sqrt(2 * 4000)
+    assert not np.array_equal(first.place, start_of(seed + 1, prior, prior).place)
+    later = start_of(seed, prior._replace(shift=prior.shift.at[7].add(1e-6)), prior)
+    assert not later.unheard and np.all(later.place == 0)
+
+
+def test_pvi_refuses_minibatches_of_local_latents():
+    solver = nf.solvers.Gradient(batch_size=2)
+    with pytest.raises(PartitionError, match=r"local latents \('a'\).*nf.SFVI\(model, batch_size=2\)"):
+        nf.PVI(shifts, solver=solver).run(jax.random.key(0), silos_of((7, 9)), 2, progress_bar=False)
+    with pytest.raises(ValueError, match="batch_size must be an int of at least 1, got 0"):
+        nf.solvers.Gradient(batch_size=0)
+    with pytest.raises(ValueError, match=r"start_sd is a share of the prior's sd, in \(0, 1\], got 2: start_sd=0.1"):
+        nf.solvers.Gradient(start_sd=2)
+
+
+def shifts(x, y):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", x.shape[0]):
+        a = numpyro.sample("a", dist.Normal(mu, 1.0))
+        numpyro.sample("y", dist.Poisson(jnp.exp(a + 0.1 * x)), obs=y)

@@ -148,8 +148,14 @@ def check(row: Any, probs: np.ndarray, labels: np.ndarray) -> None:
 def test_of_labels_zero_and_one(binary_fit: Fit) -> None:
     found = evaluate(binary_fit, dict(x=NEW_X, y=NEW_Y), KEY)
     assert found.index.tolist() == ["point", "marginalised"]
-    assert found.columns.tolist() == ["accuracy", "log_likelihood", "ece", "num_observations"]
-    assert [str(dtype) for dtype in found.dtypes] == ["float64"] * 3 + ["int64"]
+    assert found.columns.tolist() == [
+        "accuracy",
+        "log_likelihood",
+        "mean_log_likelihood",
+        "ece",
+        "num_observations",
+    ]
+    assert [str(dtype) for dtype in found.dtypes] == ["float64"] * 4 + ["int64"]
     beta = np.asarray(binary_fit.sample(KEY, 10)["beta"], np.float64)
     check(found.loc["marginalised"], expit(NEW_X @ beta.T).mean(axis=1), NEW_Y)
 
@@ -158,6 +164,16 @@ def test_of_classes(class_fit: Fit) -> None:
     found = evaluate(class_fit, dict(x=NEW_X, y=NEW_LABELS), KEY, num_samples=7)
     w = np.asarray(class_fit.sample(KEY, 7)["w"], np.float64)
     check(found.loc["marginalised"], softmax(np.einsum("ni,sik->snk", NEW_X, w), axis=-1).mean(axis=0), NEW_LABELS)
+
+
+def test_two_readings_of_the_log_likelihood(class_fit: Fit) -> None:
+    """The mean of logarithms beside the logarithm of means, in float32; smaller by Jensen, and equal at a point."""
+    found = evaluate(class_fit, dict(x=NEW_X, y=NEW_LABELS), KEY, num_samples=7)
+    w = np.asarray(class_fit.sample(KEY, 7)["w"], np.float64)
+    each = log_softmax(np.einsum("ni,sik->snk", NEW_X, w), axis=-1)[:, np.arange(30), NEW_LABELS]
+    np.testing.assert_allclose(found.loc["marginalised", "mean_log_likelihood"], each.mean(), rtol=1e-5)
+    assert found.loc["marginalised", "mean_log_likelihood"] < found.loc["marginalised", "log_likelihood"] - 1e-3
+    np.testing.assert_allclose(*found.loc["point", ["log_likelihood", "mean_log_likelihood"]], rtol=1e-6)
 
 
 def test_the_point_is_the_mean_of_the_unconstrained_globals(binary_fit: Fit) -> None:
@@ -196,6 +212,7 @@ def test_far_off_labels_have_a_finite_log_likelihood() -> None:
     fit = given_fit(logistic, nf.split(SILO, x=X, y=Y), loc=1.0, scale=0.0)
     found = evaluate(fit, dict(x=np.full((1, 2), 100.0), y=[0]))
     np.testing.assert_allclose(found["log_likelihood"], -200)
+    np.testing.assert_allclose(found["mean_log_likelihood"], -200)
 
 
 # --- other ways to write it -------------------------------------------------------------------------------------------

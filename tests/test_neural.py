@@ -43,7 +43,7 @@ METHODS = {
     "SEP, IASG": nf.SEP(
         random_network, **linear(nf.solvers.IASG(num_steps=2, num_chains=2, num_samples=3, num_warmup=1))
     ),
-    "PVI": nf.PVI(random_network, **linear(nf.solvers.Gradient(num_steps=2))),
+    "PVI": nf.PVI(random_network, **linear(nf.solvers.Gradient(num_steps=2, batch_size=3))),
     "FedAvg": nf.FedAvg(random_network, local_steps=2),
     "FedPA": nf.FedPA(random_network, num_samples=3, num_warmup=2, thinning=2, averaging_rounds=1),
 }

@@ -1,5 +1,7 @@
 """Pooled data cut into silos: laws of all partitioners, then what each of them promises."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ PARTITIONERS: dict[str, Any] = {
     "by quantity": lambda seed=0: partitioners.by_quantity(N, J, seed=seed),
     "by quantity, skewed": lambda seed=0: partitioners.by_quantity(N, J, concentration=1e-3, min_rows=5, seed=seed),
     "inhomogeneous": lambda seed=0: partitioners.inhomogeneous(Y, J, kappa=0.9, beta=0.95, seed=seed),
+    "inhomogeneous, code": lambda seed=0: partitioners.inhomogeneous(Y, J, 0.5, 0.5, seed=seed, scheme="code"),
 }
 
 every_partitioner = pytest.mark.parametrize("make", PARTITIONERS.values(), ids=PARTITIONERS)
@@ -168,6 +171,49 @@ def test_factors_are_shares_in_other_words() -> None:
     assert np.all(found[:3, 1] == (1 - g) * 0.3 * 40)
 
 
+def test_factors_by_name() -> None:
+    """The same size factor and class balance factor, where nothing has to be rounded."""
+    f, g = 0.6, 0.5
+    shares = partitioners.inhomogeneous(Y, J, kappa=1 - (1 - g) * (1 - (1 + f) / 2), beta=(1 + f) / 2)
+    np.testing.assert_array_equal(partitioners.inhomogeneous(Y, J, f, g, scheme="code"), shares)
+
+
+def test_split_b_of_the_released_code() -> None:
+    """Size factor .9, class factor .95, 2,007 rows, 501 positive: 20 rows in a small silo, and floor(20 (1 - .05 501 /
+    2007)) = 19 negatives. The large ones have what is left, as evenly as can be."""
+    y = np.random.default_rng(0).permutation(np.repeat([0, 1], [1506, 501]))
+    found = table(partitioners.inhomogeneous(y, 10, scheme="code"), y, 10)
+    assert found.sum(axis=1).tolist() == [20] * 5 + [382, 382, 381, 381, 381]
+    assert found[:, 1].tolist() == [1] * 5 + [100, 99, 99, 99, 99]
+
+
+@pytest.mark.parametrize(("beta", "positive"), [(1.0, 0), (0.0, 12), (-1.0, 24)])
+def test_class_balance_factors(beta: float, positive: int) -> None:
+    """Of 40 rows in a small silo, none, the pooled share of .3, or twice that are positive."""
+    found = table(partitioners.inhomogeneous(Y, J, 0.6, beta, scheme="code"), Y)
+    assert np.all(found[:3] == [40 - positive, positive])
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "share", "held"),
+    [("adult", "text", 0.48, 0.9), ("adult", "code", 0.013, 0.997), ("bank", "code", 0.0083, 0.9965)],
+)
+def test_split_b_of_real_data(name: str, scheme: str, share: float, held: float) -> None:
+    """80 % of the rows in ten silos: the share of positives in small silos, and of all positives in the large ones, to
+    half a unit of the last digit that is known of them (48 %, 1.3 %, 99.7 %)."""
+    path = Path(os.environ.get("NUMPYRO_FED_DATA", ""), f"{name}.npz")
+    if not path.is_file():
+        pytest.skip(f"{name}.npz is not in NUMPYRO_FED_DATA")
+    with np.load(path) as file:
+        y = np.concatenate([file[key] for key in sorted(file.files) if key.startswith("y")]).astype(int)
+    y = np.random.default_rng(0).permutation(y)[: int(0.8 * len(y))]
+    found = table(partitioners.inhomogeneous(y, 10, kappa=0.9, beta=0.95, scheme=scheme), y, 10)
+    small = found[:5].sum(axis=0)
+    assert abs(small[1] / small.sum() - share) < (0.005 if scheme == "text" else 0.0005)
+    assert abs(1 - small[1] / y.sum() - held) < 0.0005
+    assert abs(small.sum() / len(y) - 0.05) < 0.0005
+
+
 def test_a_silo_may_be_all_positive() -> None:
     """Seven positives among seven rows: sizes and positives are rounded alike."""
     y = np.array([1] * 14 + [0] * 6)
@@ -192,6 +238,20 @@ def test_a_silo_may_be_all_positive() -> None:
         (lambda: partitioners.by_quantity(9, 3, concentration=np.inf), "positive number, got inf"),
         (lambda: partitioners.inhomogeneous(Y, 5, 0.9, 0.9), "num_silos must be even, got 5"),
         (lambda: partitioners.inhomogeneous(Y + 1, 4, 0.9, 0.9), r"must be 0 or 1, got 1, 2: .*y == 1"),
+        (lambda: partitioners.inhomogeneous(Y, 4, scheme="paper"), "scheme must be 'text' or 'code' .*got 'paper'"),
+        (
+            lambda: partitioners.inhomogeneous(Y, 4, 1.0, 0.9, scheme="code"),
+            "size factor .* below 1, got 1.0: kappa=0.9",
+        ),
+        (
+            lambda: partitioners.inhomogeneous(Y, 4, 0.9, 1.1, scheme="code"),
+            "class balance factor .* at most 1, got 1.1",
+        ),
+        (lambda: partitioners.inhomogeneous(Y, 4, 0.999, 0.5, scheme="code"), "leaves no row for a small silo"),
+        (
+            lambda: partitioners.inhomogeneous(Y, 4, 0.0, -2.0, scheme="code"),
+            "asks for 135 positives in each small silo of 150 rows, with 180 .*: take a beta nearer to 0",
+        ),
         (lambda: partitioners.inhomogeneous(Y, 4, 1.1, 0.9), "kappa is .* 0 to 1, got 1.1: kappa=0.9"),
         (lambda: partitioners.inhomogeneous(Y, 4, 0.9, 1.0), "beta is .* below 1, got 1.0: beta=0.95"),
         (lambda: partitioners.inhomogeneous(Y, 4, 0.9, 0.3), "beta is .* 0.5 to below 1, got 0.3"),

@@ -282,11 +282,13 @@ def arrays(jaxpr):
                 yield from arrays(sub)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, "gradient"))
 def test_no_array_has_d_squared_elements(name):
     d = 2000
     silos, _ = regression(d, (6, 4))
-    method = nf.EP(logistic, family="diagonal", solver=name)
+    made_of = dict(gradient=(nf.PVI, nf.solvers.Gradient(num_steps=3, batch_size=2)))
+    kind, solver = made_of.get(name, (nf.EP, name))
+    method = kind(logistic, family="diagonal", solver=solver)
     made, key = compiled(method, silos), jax.random.key(0)
     server, states = nf.engines.Vmap().start(made.algorithm, key, made.stack)
     algorithm, data = in_user_precision(made.algorithm, False), made.stack.data("s0")

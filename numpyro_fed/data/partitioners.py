@@ -18,7 +18,7 @@ Laws: every silo has a row, and the same seed gives the same silos.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -118,44 +118,62 @@ def by_quantity(
     return _filled_up(generator.permutation(silo), num_silos, int(min_rows), generator)
 
 
-def inhomogeneous(y: Any, num_silos: int, kappa: float, beta: float, seed: int = 0) -> np.ndarray:
-    r"""Half of the silos small, half large: the large ones hold the share beta of the rows and kappa of the positives.
+def inhomogeneous(
+    y: Any, num_silos: int, kappa: float = 0.9, beta: float = 0.95, seed: int = 0, scheme: str = "text"
+) -> np.ndarray:
+    r"""Half of the silos small, half large, with their own shares of the positives.
 
-    With n rows, P of them positive, and J silos,
+    Split B of Bronckers is ``kappa=0.9, beta=0.95`` with ten silos. Its text and the code behind its tables read these
+    two numbers differently. With n rows, P of them positive, and J silos:
 
-    .. math::
+    - ``scheme="text"``: the large silos hold the share beta of the rows and kappa of the positives,
 
-        n_\text{large} = \frac{\beta n}{J/2}, \quad P_\text{large} = \frac{\kappa P}{J/2}, \qquad
-        n_\text{small} = \frac{(1-\beta) n}{J/2}, \quad P_\text{small} = \frac{(1-\kappa) P}{J/2},
+      .. math::
 
-    up to rounding: both halves' totals are rounded to whole rows, and silos of a half differ by one row and one
-    positive at most. Silos 0 to J/2 - 1 are the small ones. ``kappa=0.9, beta=0.95`` with ten silos is split B of
-    Bronckers, ``kappa=0.5, beta=0.5`` gives all silos the same rows and positives.
+          n_\text{large} = \frac{\beta n}{J/2}, \quad P_\text{large} = \frac{\kappa P}{J/2}, \qquad
+          n_\text{small} = \frac{(1-\beta) n}{J/2}, \quad P_\text{small} = \frac{(1-\kappa) P}{J/2},
 
-    Elsewhere the scheme is given by a size factor f and a class balance factor g: small silos have 1 - f times the rows
-    of an equal split, and 1 - g times the positives that go with so many rows. That is :math:`\beta = (1+f)/2` and
-    :math:`\kappa = 1 - (1-g)(1-\beta)`.
+      up to rounding: both halves' totals are rounded to whole rows, and silos of a half differ by one row and one
+      positive at most. Small silos have *more* positives than others where positives are few: 48 % of Adult's rows,
+      where 24 % are positive. ``kappa=0.5, beta=0.5`` gives all silos the same rows and positives.
+    - ``scheme="code"``: kappa is a size factor and beta a class balance factor. A small silo has :math:`1 - \kappa`
+      times the rows of an equal split, and among them :math:`1 - \beta` times the pooled share of positives,
+
+      .. math::
+
+          n_\text{small} = \Big\lfloor \frac{(1-\kappa) n}{J} \Big\rfloor, \qquad P_\text{small} = n_\text{small}
+          - \Big\lfloor n_\text{small} \Big(1 - (1-\beta) \frac{P}{n}\Big) \Big\rfloor,
+
+      and the large ones have the rest in equal parts: 95 % of the rows, and on Adult 99.7 % of the positives; small
+      silos are 1.3 % positive.
+
+    Silos 0 to J/2 - 1 are the small ones.
 
     Args:
         y: the label of each row, (n,), 0 or 1.
         num_silos: J, an even number.
-        kappa: the large silos' share of the positives, 0 to 1.
-        beta: the large silos' share of the rows, at least 0.5 and less than 1.
+        kappa: ``"text"``: the large silos' share of the positives, 0 to 1. ``"code"``: the size factor, 0 to below 1.
+        beta: ``"text"``: the large silos' share of the rows, at least 0.5 and less than 1. ``"code"``: the class
+            balance factor, at most 1; below 0 small silos have more positives than the pooled data.
         seed: an int; the same seed gives the same silos.
+        scheme: ``"text"`` or ``"code"``.
 
     Returns:
         The silo of each row, int (n,).
 
     Example:
         >>> y = np.repeat([1, 0], [100, 300])
-        >>> silo = inhomogeneous(y, num_silos=4, kappa=0.9, beta=0.95)
+        >>> silo = inhomogeneous(y, num_silos=4)
         >>> np.bincount(silo).tolist(), np.bincount(silo[y == 1]).tolist()
         ([10, 10, 190, 190], [5, 5, 45, 45])
+        >>> silo = inhomogeneous(y, num_silos=4, scheme="code")
+        >>> np.bincount(silo).tolist(), np.bincount(silo[y == 1]).tolist()
+        ([10, 10, 190, 190], [1, 1, 49, 49])
 
     References:
         Ashman et al. (2022), Partitioned variational inference: a framework for probabilistic federated learning, for
-        the scheme; Bronckers, Global inducing point posterior approximations for federated Bayesian neural networks,
-        section 5.2, for these two shares.
+        the scheme with factors; Bronckers, Global inducing point posterior approximations for federated Bayesian neural
+        networks, section 5.2, for the two shares.
     """
     labels = _labels(y)
     n, num_silos = _counts(len(labels), num_silos)
@@ -166,13 +184,31 @@ def inhomogeneous(y: Any, num_silos: int, kappa: float, beta: float, seed: int =
         )
     if num_silos % 2:
         raise ValueError(f"half of the silos are small: num_silos must be even, got {num_silos}")
+    if scheme not in ("text", "code"):
+        raise ValueError(f"scheme must be 'text' or 'code' (what kappa and beta mean), got {scheme!r}")
+    positive = labels == 1
+    halves = _by_shares if scheme == "text" else _by_factors
+    small, large = halves(n, int(positive.sum()), num_silos // 2, kappa, beta)
+    sizes, of_them = small.rows + large.rows, small.positives + large.positives
+    generator, silo = _generator(seed), np.empty(n, np.int64)
+    silo[positive] = generator.permutation(np.repeat(np.arange(num_silos), of_them))
+    silo[~positive] = generator.permutation(np.repeat(np.arange(num_silos), np.subtract(sizes, of_them)))
+    return silo
+
+
+class _Half(NamedTuple):
+    """Silos of one kind: how many rows each has, and how many positives."""
+
+    rows: list[int]
+    positives: list[int]
+
+
+def _by_shares(n: int, num_positives: int, half: int, kappa: Any, beta: Any) -> tuple[_Half, _Half]:
+    """Small and large silos, where the large ones have the share beta of the rows and kappa of the positives."""
     if not is_number(kappa) or not 0 <= kappa <= 1:
         raise ValueError(f"kappa is the large silos' share of the positives, 0 to 1, got {kappa!r}: kappa=0.9")
     if not is_number(beta) or not 0.5 <= beta < 1:
         raise ValueError(f"beta is the large silos' share of the rows, 0.5 to below 1, got {beta!r}: beta=0.95")
-    half = num_silos // 2
-    positive = labels == 1
-    num_positives = int(positive.sum())
     large, large_positives = _rounded(beta * n), _rounded(kappa * num_positives)
     rows = {"small": n - large, "large": large}
     positives = {"small": num_positives - large_positives, "large": large_positives}
@@ -187,12 +223,27 @@ def inhomogeneous(y: Any, num_silos: int, kappa: float, beta: float, seed: int =
                 f"{rows[name]} of {n} rows: take a {'larger' if name == 'small' else 'smaller'} kappa or a "
                 f"{'smaller' if name == 'small' else 'larger'} beta"
             )
-    sizes = _even(rows["small"], half) + _even(rows["large"], half)
-    of_them = _even(positives["small"], half) + _even(positives["large"], half)
-    generator, silo = _generator(seed), np.empty(n, np.int64)
-    silo[positive] = generator.permutation(np.repeat(np.arange(num_silos), of_them))
-    silo[~positive] = generator.permutation(np.repeat(np.arange(num_silos), np.subtract(sizes, of_them)))
-    return silo
+    each = [_Half(_even(rows[name], half), _even(positives[name], half)) for name in ("small", "large")]
+    return each[0], each[1]
+
+
+def _by_factors(n: int, num_positives: int, half: int, kappa: Any, beta: Any) -> tuple[_Half, _Half]:
+    """Small and large silos, where kappa is the size factor and beta the class balance factor."""
+    if not is_number(kappa) or not 0 <= kappa < 1:
+        raise ValueError(f"kappa is the size factor in scheme='code', 0 to below 1, got {kappa!r}: kappa=0.9")
+    if not is_number(beta) or not beta <= 1:
+        raise ValueError(f"beta is the class balance factor in scheme='code', at most 1, got {beta!r}: beta=0.95")
+    rows = math.floor((1 - kappa) * n / (2 * half) + ROUNDING)
+    if rows < 1:
+        raise ValueError(f"kappa={kappa} leaves no row for a small silo: take a smaller kappa or fewer silos")
+    positives = rows - math.floor(rows * (1 - (1 - beta) * num_positives / n) + ROUNDING)
+    rest, rest_positives = n - half * rows, num_positives - half * positives
+    if positives > rows or not 0 <= rest_positives <= rest:
+        raise ValueError(
+            f"beta={beta} asks for {positives} positives in each small silo of {rows} rows, with {num_positives} "
+            f"positives in {n} rows: take a beta nearer to 0"
+        )
+    return _Half([rows] * half, [positives] * half), _Half(_even(rest, half), _even(rest_positives, half))
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ class Factorised(Method):
 
     accepts_stale: ClassVar[bool] = True
     tied: ClassVar[bool] = False  # one site for all, of which each silo owns a share
+    more_draws: ClassVar[str] = "nf.solvers.HMC(num_chains=200)"
     sweeps: ClassVar[int] = 50  # at most; nothing moves any more long before, where all is well
 
     def __post_init__(self) -> None:
@@ -136,7 +137,12 @@ class Factorised(Method):
         solver, marginal = self._solver(split, survey)
         size = getattr(solver, "batch_size", None)
         if size is not None and split.groups:
-            raise ValueError("batch_size= of a solver is for models without local latents: leave it out")
+            sites = ", ".join(repr(site.name) for group in split.groups for site in group.sites)
+            raise PartitionError(
+                f"batch_size={size}: a minibatch would leave out rows whose local latents ({sites}) a silo of "
+                f"nf.{type(self).__name__} integrates out all together. Leave batch_size= out, or use "
+                f"nf.SFVI(model, batch_size={size}), in which only the rows of a minibatch move"
+            )
         batching = None if size is None else minibatch.plan(split, survey, "whole", size)
         prior = normal_prior(split, family)
         kept = self.tied, batching, self.server_optim
@@ -263,7 +269,7 @@ class Factorised(Method):
                 f"{'or its Monte Carlo error is as large, ' if averaged else ''}above tolerance={self.tolerance:g}"
                 f"{f' x {NOISE:g}' if averaged else ''}: it is not yet the method's answer. Run more rounds, "
                 "run(..., init_state=fit.state); if it does not settle, pass damping=0.5 or another solver"
-                + (", or one with more draws, nf.solvers.HMC(num_chains=200)" if solver.noisy else ""),
+                + (f", or one with more draws, {self.more_draws}" if solver.noisy else ""),
                 moving=True,
             )
         effective = float(info["ess"][-1])

@@ -19,7 +19,7 @@ from numpyro_fed.normal.prior import Prior
 from numpyro_fed.normal.rest import Rest
 from numpyro_fed.normal.sites import Sites
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
-from numpyro_fed.solvers import Solver, Tilted
+from numpyro_fed.solvers import Solver, Start, Tilted
 
 Array = jax.Array
 RESTLESS = 0.5  # a round that takes back more than this share of the last one's (squared) move
@@ -63,6 +63,7 @@ class SitesBroadcast(NamedTuple):
     warming_up: Array  # bool: not every silo has been heard yet
     site: Any = ()  # the one of all silos, where sites are tied: a silo owns the share n_j / N of it
     total: Any = ()  # N, there
+    seed: Any = ()  # (2,) uint32: of the place where silos begin while q is the prior, for a solver that asks for one
 
 
 class SitesMessage(NamedTuple):
@@ -93,6 +94,7 @@ def site_rounds(
         optim: the server's optimiser over natural parameters, or None.
     """
     d, num = split.dim, survey.num_silos
+    told = getattr(solver, "is_told_where", lambda d: False)(d)
 
     def init(key: Array) -> SitesServer:
         flat = family.flat(d)
@@ -129,9 +131,10 @@ def site_rounds(
     def broadcast(key: Array, server: SitesServer) -> Broadcast:
         q = sites.posterior(server.sites, tied)
         packed = family.pack(q), warming_up(server, q)
+        seed = jax.random.bits(key, (2,), "uint32") if told else ()
         if tied:
-            return Broadcast(SitesBroadcast(*packed, family.pack(server.sites.each), server.total))
-        return Broadcast(SitesBroadcast(*packed), family.pack(server.sites.each))
+            return Broadcast(SitesBroadcast(*packed, family.pack(server.sites.each), server.total, seed))
+        return Broadcast(SitesBroadcast(*packed, seed=seed), family.pack(server.sites.each))
 
     def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> SitesSilo:
         frame, found = start_frame(split, data), components_of(split, data) if marginal.rows == "indexed" else None
@@ -145,7 +148,8 @@ def site_rounds(
         if tied:
             rows = num_observations(split, data)
             site = power(site, quotient_of(rows, sent.total))
-        tilted = Tilted(family, q, site, sent.warming_up, not tied)
+        start = start_of(sent.seed, q, prior.factor) if told else None
+        tilted = Tilted(family, q, site, sent.warming_up, not tied, start)
         factor = silo_factor(split, marginal, data, silo.components, batching=batching)
         found = solver.solve(key, tilted, factor, silo.frame, silo.solver_state)
         change = quotient(found.natural, q)
@@ -249,6 +253,18 @@ def site_rounds(
         return server, info
 
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+
+
+def start_of(seed: Array, q: Natural, prior: Natural) -> Start:
+    """A place of the prior while q is nothing else; later q's own centre."""
+    unheard = _equal(q, prior)
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    return Start(unheard, jnp.where(unheard, jax.random.normal(key, q.shift.shape), 0.0))
+
+
+@in_x64
+def _equal(a: Natural, b: Natural) -> Array:
+    return jnp.all(a.precision == b.precision) & jnp.all(a.shift == b.shift)
 
 
 @in_x64

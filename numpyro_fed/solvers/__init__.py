@@ -3,7 +3,7 @@
 from typing import Any
 
 from numpyro_fed.precision import to_user_dtype
-from numpyro_fed.solvers.base import BaseSolver, Projection, Solver, Tilted
+from numpyro_fed.solvers.base import BaseSolver, Projection, Solver, Start, Tilted
 from numpyro_fed.solvers.gradient import Gradient
 from numpyro_fed.solvers.hmc import HMC, NUTS
 from numpyro_fed.solvers.iasg import IASG
@@ -44,6 +44,7 @@ __all__ = [
     "NaturalGradient",
     "Projection",
     "Solver",
+    "Start",
     "Tilted",
     "as_solver",
     "to_user_dtype",

@@ -14,6 +14,13 @@ Array = jax.Array
 MARGINALS = ("quadrature", "importance_weighted", "joint")
 
 
+class Start(NamedTuple):
+    """Where a solver that looks for no mode begins."""
+
+    unheard: Array  # bool: nobody has been heard, q is the prior
+    place: Array  # (d,): in q's coordinates; a standard normal draw, the same in all silos, if so, else zeros
+
+
 class Tilted(NamedTuple):
     """A tilted distribution, q / site x the silo's factor: all of it but the factor, and how far things have come."""
 
@@ -22,6 +29,7 @@ class Tilted(NamedTuple):
     site: Natural
     warming_up: Array  # bool: not every silo has been heard yet, so q says little
     q_is_close: bool = True  # once settled the tilted distribution is near q; not where sites are tied
+    start: Start | None = None  # of a solver that is told where to begin
 
     @property
     def cavity(self) -> Natural:
@@ -46,7 +54,8 @@ class Solver(Protocol):
     """A way to project a tilted distribution onto the family. Any object with these members is one.
 
     It must be hashable, as a frozen dataclass is, for it is part of the compiled program. Where locals are to be
-    integrated out in a way of its own, it has ``marginal`` and ``num_nodes``, too: see :class:`BaseSolver`.
+    integrated out in a way of its own, it has ``marginal`` and ``num_nodes``, too, where it takes minibatches
+    ``batch_size``, and where silos must begin alike ``is_told_where``: see :class:`BaseSolver`.
     """
 
     @property
@@ -85,6 +94,10 @@ class BaseSolver:
             if field.name.startswith("num_"):
                 least = 0 if field.name == "num_warmup" else 1
                 check_count(field.name, getattr(self, field.name), least, optional=field.default is None)
+
+    def is_told_where(self, d: int) -> bool:
+        """Whether silos are told where to begin (:class:`Start`): what has symmetries must begin alike everywhere."""
+        return False
 
     def step(self, d: int, family: Family) -> float:
         return 1.0

@@ -16,6 +16,15 @@ import numpyro_fed as nf
 
 ADAM, SGD = optax.adam(0.02), optax.sgd(0.01)
 FISHER = nf.solvers.Fisher(num_draws=4, num_steps=5)
+
+
+class NoMode(nf.solvers.Gradient):
+    """As in many dimensions: no mode is looked for, and silos are told where to begin."""
+
+    most_newton = 0
+
+
+GRADIENT = NoMode(num_steps=5, num_particles=2, batch_size=3)
 SAMPLES = dict(batch_size=2, num_samples=4, num_warmup=3, thinning=2)
 
 
@@ -57,7 +66,7 @@ def silos_for(model: Any, *names: str) -> nf.Silos:
 
 # Programs that take long to compile: laws that need another of them are slow tests; all laws, where another line has
 # their kind.
-LONG, SLOW = ("EP", "PVI", "SFVI", "SFVI, no locals", "FedPA"), ("SFVI, minibatches", "SFVIAvg")
+LONG, SLOW = ("EP", "PVI", "SFVI", "SFVI, no locals", "FedPA"), ("SFVI, minibatches", "SFVIAvg", "PVI, minibatches")
 METHODS: dict[str, Any] = {
     "SFVI": nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=0),
     "SFVI, minibatches": nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=0, batch_size=1),
@@ -65,6 +74,7 @@ METHODS: dict[str, Any] = {
     "SFVIAvg": nf.SFVIAvg(counties, optim=ADAM, importance_samples=1, start_rounds=0, local_steps=3),
     "EP": nf.EP(counties, tolerance=0),
     "PVI": nf.PVI(homes, tolerance=0),
+    "PVI, minibatches": nf.PVI(homes, family="diagonal", damping=0.5, solver=GRADIENT, tolerance=0),
     "EP, Fisher": nf.EP(homes, family="diagonal", solver=FISHER, tolerance=0),
     "SEP": nf.SEP(homes, family="diagonal", solver="identity", tolerance=0),
     "FedPA": nf.FedPA(homes, optim=SGD, server_optim=SGD, shrinkage=0.1, averaging_rounds=1, start_rounds=0, **SAMPLES),
