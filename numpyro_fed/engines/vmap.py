@@ -131,28 +131,51 @@ def _run_rounds(
         together = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *messages)
         return together, tuple(states), np.arange(len(names))
 
+    def members(keys: Any, broadcast: Any, b: int, state: Any, cohort: Any) -> tuple[Any, Any, Any]:
+        """Of one bucket: messages of those who are in the cohort, their places in it, and the bucket's states."""
+        bucket, place, (args, mask) = bucket_names[b], places[b], arrays[b]
+        position = np.full(len(names), len(bucket))  # of a silo in this bucket; the end if it is elsewhere
+        position[place] = np.arange(len(bucket))
+        size = cohort.shape[0]
+        inside = jnp.asarray(position)[cohort]
+        order = jnp.argsort(inside >= len(bucket), stable=True)[: min(size, len(bucket))]
+        at = inside[order]
+        gather = lambda leaf: leaf[jnp.minimum(at, len(bucket) - 1)]
+        js = gather(jnp.asarray(place))
+        state_in, args_in, mask_in = jax.tree.map(gather, (state, args, mask))
+        message, new = batched(keys[js], broadcast, js, state_in, args_in, mask_in)
+        state = jax.tree.map(lambda old, rows: old.at[at].set(rows, mode="drop"), state, new)
+        return message, jnp.where(at < len(bucket), order, size), state
+
     def some(keys: Any, broadcast: Any, silos: tuple, cohort: Any) -> tuple[Any, tuple, Any]:
         """Only the cohort's silos are computed: each bucket has a slot for every member it may have this round."""
         size = cohort.shape[0]
+        if size == 1 and len(places) > 1:
+            return one_of(keys, broadcast, silos, cohort)
         together, states = None, []
-        for bucket, place, state, (args, mask) in zip(bucket_names, places, silos, arrays, strict=True):
-            position = np.full(len(names), len(bucket))  # of a silo in this bucket; the end if it is elsewhere
-            position[place] = np.arange(len(bucket))
-            slots = min(size, len(bucket))
-            inside = jnp.asarray(position)[cohort]
-            order = jnp.argsort(inside >= len(bucket), stable=True)[:slots]
-            at = inside[order]
-            clipped = jnp.minimum(at, len(bucket) - 1)
-            gather = lambda leaf, at=clipped: leaf[at]
-            js = gather(jnp.asarray(place))
-            state_in, args_in, mask_in = jax.tree.map(gather, (state, args, mask))
-            message, new = batched(keys[js], broadcast, js, state_in, args_in, mask_in)
-            states.append(jax.tree.map(lambda old, rows, at=at: old.at[at].set(rows, mode="drop"), state, new))
-            target = jnp.where(at < len(bucket), order, size)
+        for b, state in enumerate(silos):
+            message, target, state = members(keys, broadcast, b, state, cohort)
+            states.append(state)
             if together is None:
                 together = jax.tree.map(lambda leaf: zeros((size, *leaf.shape[1:]), leaf.dtype), message)
             together = jax.tree.map(lambda all_, rows, t=target: all_.at[t].set(rows, mode="drop"), together, message)
         return together, tuple(states), cohort
+
+    def one_of(keys: Any, broadcast: Any, silos: tuple, cohort: Any) -> tuple[Any, tuple, Any]:
+        """A single silo: the other buckets have nothing to do."""
+        own = np.zeros(len(names), np.int32)
+        for b, place in enumerate(places):
+            own[place] = b
+
+        def branch(b: int) -> Callable[[tuple], tuple[Any, tuple]]:
+            def run(silos: tuple) -> tuple[Any, tuple]:
+                message, _, state = members(keys, broadcast, b, silos[b], cohort)
+                return message, (*silos[:b], state, *silos[b + 1 :])
+
+            return run
+
+        message, silos = jax.lax.switch(jnp.asarray(own)[cohort[0]], [branch(b) for b in range(len(places))], silos)
+        return message, silos, cohort
 
     # every key of the chunk at once: drawing them inside the loop costs more, to compile and to run
     round_keys = jax.vmap(lambda i: jax.random.fold_in(key, first + i))(jnp.arange(CHUNK))

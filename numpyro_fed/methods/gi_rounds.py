@@ -112,11 +112,13 @@ def gi_rounds(work: Work, num: int) -> FederatedAlgorithm:
         table = jax.tree.map(taken, server.table, messages.rows._replace(precisions=weakened))
         keep = lambda old, new: old.at[index].set(jnp.where(ok, new, old[index]))
         little = jnp.maximum(LITTLE * messages.observations, LEAST)
+        # of first rows at the end of the visit; else of the posterior that all silos had made, as it was broadcast
+        likelihoods = messages.log_likelihood + jnp.where(known, 0.0, messages.change)
         moving = jnp.where(known, jnp.abs(messages.change) / little, UNKNOWN)
         server = server._replace(
             table=table,
             visits=server.visits.at[index].add(ok.astype(jnp.int32)),
-            log_likelihoods=keep(server.log_likelihoods, messages.log_likelihood),
+            log_likelihoods=keep(server.log_likelihoods, likelihoods),
             moving=keep(server.moving, moving),
             climbs=keep(server.climbs, messages.climb / little),
         )

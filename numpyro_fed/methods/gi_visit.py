@@ -53,8 +53,8 @@ class Visited(NamedTuple):
     """Where a visit ended."""
 
     rows: Rows
-    log_likelihood: Array  # E_q[log p(y_k | W)]
-    change: Array  # by how much it changed in the visit
+    log_likelihood: Array  # E_q[log p(y_k | W)] before the visit
+    change: Array  # by how much it changed in it
     climb: Array  # by how much the bound rose over the last steps; 0 if that may be chance
 
 
@@ -104,7 +104,7 @@ def visit(work: Work, key: Array, table: Rows, begin: Rows, data: SiloData) -> V
         jnp.mean(jax.lax.map(lambda key, own=own: _loss(work, cavity, own, data, key)[1], looks))
         for own in (begin, rows)
     )
-    return Visited(rows, after, after - before, _climb(losses))
+    return Visited(rows, before, after - before, _climb(losses))
 
 
 def _climb(losses: Array) -> Array:
