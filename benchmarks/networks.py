@@ -175,7 +175,7 @@ class Settings(NamedTuple):
     steps: int = 1000  # of a silo in a visit
     one_silo_steps: int = 3000
     start_sd: float = 0.1
-    rounds: int = 10  # synchronous
+    rounds: int = 4  # synchronous
     sweeps: int = 2  # sequential
 
 
@@ -292,7 +292,7 @@ def main(args: argparse.Namespace) -> list[dict]:
     settings = Settings(**{name: getattr(args, name) for name in Settings._fields})
     known = methods(settings, args.quick)
     rows = read([args.out]) if args.out else []
-    for seed in args.seeds:
+    for seed in args.seed:
         for name in args.data:
             missing = args.quick and not Path(os.environ.get("NUMPYRO_FED_DATA", ""), f"{name}.npz").is_file()
             everything = made_up(name) if missing else load(name)
@@ -325,7 +325,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--data", nargs="+", choices=list(SOURCES), default=list(SOURCES))
     parser.add_argument("--split", nargs="+", choices=("one", "A", "B", "text"), default=["one", "A", "B"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=None, help="a number of seeds, or several seeds")
+    parser.add_argument("--seeds", type=int, default=None, help="how many; 3 by default")
+    parser.add_argument("--seed", type=int, nargs="+", default=None, help="these seeds instead")
     parser.add_argument("--method", nargs="+", default=None, choices=list(methods(Settings(), True)))
     parser.add_argument("--out", default=None, help="a file of JSON lines to add rows to")
     parser.add_argument("--table", nargs="+", default=None, help="such files: print their medians, run nothing")
@@ -339,8 +340,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     for name in Settings._fields:
         given = getattr(args, name)
         setattr(args, name, getattr(usual, name) if given is None else given)
-    seeds = args.seeds or [1 if args.quick else 3]
-    args.seeds = list(range(seeds[0])) if len(seeds) == 1 else seeds
+    args.seed = args.seed or list(range(args.seeds or (1 if args.quick else 3)))
     return args
 
 
