@@ -57,7 +57,7 @@ def silos_for(model: Any, *names: str) -> nf.Silos:
 
 # Programs that take long to compile: laws that need another of them are slow tests; all laws, where another line has
 # their kind.
-LONG, SLOW = ("EP", "PVI", "SFVI", "SFVI, no locals", "FedPA"), ("SFVI, minibatches", "SFVIAvg")
+LONG, SLOW = ("EP", "PVI", "SFVI", "SFVI, no locals", "FedPA"), ("SFVI, minibatches", "SFVIAvg", "FedNP")
 METHODS: dict[str, Any] = {
     "SFVI": nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=0),
     "SFVI, minibatches": nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=0, batch_size=1),
@@ -69,4 +69,5 @@ METHODS: dict[str, Any] = {
     "SEP": nf.SEP(homes, family="diagonal", solver="identity", tolerance=0),
     "FedPA": nf.FedPA(homes, optim=SGD, server_optim=SGD, shrinkage=0.1, averaging_rounds=1, start_rounds=0, **SAMPLES),
     "FedAvg": nf.FedAvg(homes, optim=SGD, local_steps=2, batch_size=3, start_rounds=0),
+    "FedNP": nf.FedNP(homes, optim=SGD, local_steps=2, batch_size=3, start_rounds=0, latent=2, hidden=3, weight=0.1),
 }
