@@ -169,9 +169,9 @@ def classes(x, y=None):
 
 @cache
 def skewed() -> nf.Silos:
-    """Three silos that lie apart, of different sizes."""
+    """Three silos that lie apart, of different sizes; one program."""
     draws, found = np.random.default_rng(0), {}
-    for name, number, centre in (("a", 9, -1.0), ("b", 20, 0.5), ("c", 5, 1.5)):
+    for name, number, centre in (("a", 9, -1.0), ("b", 12, 0.5), ("c", 8, 1.5)):
         x = draws.normal(centre, 1, (number, 2)).astype(np.float32)
         found[name] = dict(x=x, y=(x.sum(axis=1) + draws.logistic(size=number) > 0).astype(np.int32))
     return nf.Silos(found)
@@ -203,11 +203,12 @@ def test_without_weight_it_is_federated_averaging(settings: str) -> None:
         np.testing.assert_array_equal(plain.history[name], fit.history[name])
 
 
+@pytest.mark.slow
 def test_a_little_weight_is_nearly_federated_averaging() -> None:
     """The same minibatches: the point moves with the weight, and is FedAvg's in the limit."""
-    plain, *fits = (run(replace(FEDNP, weight=weight)) for weight in (0, 1e-6, 1.0))
+    plain, *fits = (run(replace(FEDNP, weight=weight)) for weight in (0, 1e-6, FEDNP.weight))
     off = [float(jnp.max(jnp.abs(fit.state.server.z - plain.state.server.z))) for fit in fits]
-    assert off[0] < 1e-5 and off[1] > 1e-3
+    assert off[0] < 1e-5 < 1e-4 < off[1]
 
 
 def test_the_networks_learn_and_sites_are_proper() -> None:
@@ -222,7 +223,7 @@ def test_the_networks_learn_and_sites_are_proper() -> None:
     assert float(jnp.linalg.norm(at - fit.state.server.z[6:9])) < 0.5 * moved
 
 
-@pytest.mark.parametrize("kind", tiers(propagation.KINDS, "printed"))
+@pytest.mark.parametrize("kind", tiers(propagation.KINDS))
 def test_every_kind_of_moments_runs(kind: str) -> None:
     fit = run(replace(FEDNP, moments=kind), 5)
     clipped = fit.history["clipped"].sum()
@@ -236,7 +237,9 @@ def test_what_leaves_a_silo() -> None:
     algorithm = FEDNP.compile(prepared.split, prepared.survey, nf.algorithm.Plan()).phases[-1].algorithm
     server = jax.eval_shape(algorithm.init, KEY)
     sent = jax.eval_shape(algorithm.broadcast, KEY, server)
-    own = nf.algorithm.Broadcast(sent.common, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), sent.each))
+    own = nf.algorithm.Broadcast(
+        sent.common, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), sent.each)
+    )
     message, _ = jax.eval_shape(algorithm.silo_step, KEY, own, (), prepared.split.dummy())
     assert isinstance(message, PropagationMessage)
     numbers = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(message))

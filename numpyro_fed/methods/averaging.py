@@ -221,7 +221,7 @@ class Averaging(Method):
                 "(nf.Independent)"
             )
 
-    def _walked(
+    def _averaged(
         self, task: Task, key: Array, sent: AveragingBroadcast, data: SiloData, beside: Beside = NOTHING
     ) -> tuple[Array, Array, Array, Any]:
         """A silo's round of federated averaging: delta, the first loss, the curvature, and what it learned beside."""
@@ -260,7 +260,7 @@ class Averaging(Method):
             number = task.count(data)
 
             def average(key: Array) -> tuple[Array, Array, Array]:
-                delta, loss, steepest, _ = self._walked(task, key, sent, data)
+                delta, loss, steepest, _ = self._averaged(task, key, sent, data)
                 return delta, loss, steepest
 
             def posterior(key: Array) -> tuple[Array, Array, Array]:

@@ -182,7 +182,7 @@ class FedNP(FedAvg):
             value = getattr(self, name)
             if value is None or (name == "features" and callable(value)):
                 continue
-            names = (value,) if isinstance(value, str) else tuple(value)
+            names = tuple(value) if isinstance(value, list | tuple) else (value,)
             if not names or not all(isinstance(one, str) for one in names):
                 raise TypeError(f'{name} is a name, or some of them, got {value!r}: pass {name}="beta"')
             object.__setattr__(self, name, names)
@@ -197,7 +197,9 @@ class FedNP(FedAvg):
     def _pulled(self, steps: int) -> tuple[str, bool]:
         if self.weight == 0:
             return super()._pulled(steps)
-        why = "the auxiliary loss pulls" if steps == 1 else f"silos that take {steps} steps, and the auxiliary loss, pull"
+        why = (
+            "the auxiliary loss pulls" if steps == 1 else f"silos that take {steps} steps, and the auxiliary loss, pull"
+        )
         return f"{why} it there. Use nf.FedPA(model), or nf.EP(model)", False
 
     def algorithm(self, task: Task) -> FederatedAlgorithm:
@@ -237,7 +239,7 @@ class FedNP(FedAvg):
                 return self.weight * aside.divergence(networks, z, x)
 
             beside = Beside(networks, term, optim)
-            delta, loss, steepest, learned = self._walked(task, key, sent, data, beside)
+            delta, loss, steepest, learned = self._averaged(task, key, sent, data, beside)
             x = sent.w - delta
             z, outside = aside.hybrid(learned, cavity, x, data)
             message = PropagationMessage(

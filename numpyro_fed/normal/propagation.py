@@ -65,10 +65,11 @@ def _nodes(num: int) -> tuple[np.ndarray, np.ndarray]:
     return points, np.log(weights / np.sum(weights))
 
 
-def nodes(num: int = NODES) -> tuple[Array, Array]:
-    """Gauss and Hermite's points and log weights for a standard normal, in the precision of the moment."""
-    points, log_weights = _nodes(num)
-    return jnp.asarray(points, jnp.zeros(()).dtype), jnp.asarray(log_weights, jnp.zeros(()).dtype)
+def nodes(x: Array) -> tuple[Array, Array]:
+    """Gauss and Hermite's points and log weights for a standard normal, on an axis behind those of x."""
+    behind = lambda values: jnp.asarray(values.reshape((1,) * x.ndim + (-1,)), x.dtype)
+    points, log_weights = _nodes(NODES)
+    return behind(points), behind(log_weights)
 
 
 def log_mean_power(x: Moments, degree: int) -> Array:
@@ -92,7 +93,7 @@ def hybrid(cavity: Moments, slope: Array, kind: str = "quadrature") -> Moments:
     """
     m, v = cavity
     if kind == "quadrature":
-        points, log_weights = nodes()
+        points, log_weights = nodes(m)
         scores = log_weights + jax.nn.log_sigmoid(slope[..., None] * (m[..., None] + jnp.sqrt(v)[..., None] * points))
         weights = jax.nn.softmax(scores, axis=-1)
         mean = jnp.sum(weights * points, axis=-1)
@@ -125,7 +126,7 @@ def activated(x: Moments, kind: str = "quadrature") -> Moments:
     (0.5, 0.0434)
     """
     if kind == "quadrature":
-        points, log_weights = nodes()
+        points, log_weights = nodes(x.mean)
         values = jax.nn.sigmoid(x.mean[..., None] + jnp.sqrt(x.variance)[..., None] * points)
         mean = jnp.sum(jnp.exp(log_weights) * values, axis=-1)
         return Moments(mean, jnp.sum(jnp.exp(log_weights) * (values - mean[..., None]) ** 2, axis=-1))
