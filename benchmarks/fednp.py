@@ -67,19 +67,23 @@ def squared_error(silos, w):
 
 
 def toy_methods():
-    """Four epochs of RMSprop in a visit, as the released code takes; of the likelihood, from near zero."""
-    walk = dict(optim=optax.rmsprop(1e-2, decay=0.99), batch_size=10, local_steps=20, prior=False, start_rounds=0)
-    aside = dict(features=lambda x, y: x[:, None] / 5, latent=1, hidden=4)
-    average = nf.FedAvg(polynomial, last_look=False, **walk)
-    neural = nf.FedNP(polynomial, last_look=False, **aside, **walk)
+    """Twenty steps of RMSprop in a visit (four epochs of the largest silo), of the likelihood, from near zero.
+
+    The steps are the released code's, .01, here falling within each visit, since silos begin afresh.
+    """
+    falling = optax.rmsprop(optax.cosine_decay_schedule(1e-2, 20), decay=0.99, bias_correction=True)
+    walk = dict(optim=falling, batch_size=10, local_steps=20, prior=False, start_rounds=0, last_look=False)
+    average = nf.FedAvg(polynomial, **walk)
+    neural = nf.FedNP(polynomial, features=lambda x, y: x[:, None] / 5, latent=1, hidden=4, **walk)
     posterior = nf.FedPA(polynomial, prior=False, start_rounds=0, averaging_rounds=0, posterior=False)
     return {
         "FedAvg": average,
         "FedProx (mu .01)": replace(average, proximal=0.01),
+        "FedProx (mu 10)": replace(average, proximal=10.0),
         "FedNP (weight .01)": neural,
-        "FedNP (weight 1)": replace(neural, weight=1.0),
-        "FedNP (weight 1, closed)": replace(neural, weight=1.0, moments="closed"),
-        "FedNP (weight 1, printed)": replace(neural, weight=1.0, moments="printed"),
+        "FedNP (weight 10)": replace(neural, weight=10.0),
+        "FedNP (weight 10, closed)": replace(neural, weight=10.0, moments="closed"),
+        "FedNP (weight 10, printed)": replace(neural, weight=10.0, moments="printed"),
         "FedPA, its rounds alone": posterior,
         "FedPA, with closing rounds": replace(posterior, posterior=True),
         "EP": nf.EP(polynomial),

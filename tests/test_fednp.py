@@ -266,7 +266,7 @@ def test_a_store_is_no_different() -> None:
 
 
 def test_it_needs_fresh_answers() -> None:
-    with pytest.raises(ValueError, match="nf.FedNP needs replies to its newest broadcast"):
+    with pytest.raises(ValueError, match=r"nf\.FedNP needs replies to its newest broadcast"):
         run(FEDNP, schedule="asynchronous")
 
 

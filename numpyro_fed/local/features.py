@@ -38,7 +38,7 @@ def features_of(own: Flat, wanted: Any = None) -> Features:
     split = own.split
     if callable(wanted):
         read = lambda w, data: {"the function": wanted(**split.spec.kwargs(data))}
-        axis, dims = _unit(split), {}
+        axis, dims = _unit(split), dict[str, int]()
     else:
         names = _by_default(split) if wanted is None else wanted
         axis, dims = _along(split, names)

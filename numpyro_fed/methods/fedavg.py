@@ -90,8 +90,8 @@ class FedAvg(Averaging):
         size, steps, name = float(found.size), self._steps(task), type(self).__name__
         if flat:
             doubt = (
-                f"{name}'s point is not near a mode: the posterior is flat, or curves upwards, in some direction there. "
-                "Use nf.EP(model) or nf.SFVI(model), or give the parameters a prior that is narrower"
+                f"{name}'s point is not near a mode: the posterior is flat, or curves upwards, in some direction "
+                "there. Use nf.EP(model) or nf.SFVI(model), or give the parameters a prior that is narrower"
             )
         elif size > OFF:
             cure, _ = self._pulled(steps)

@@ -27,11 +27,11 @@ sites.
 a site's precision at 0 or above at the server, where a site that is not finite is not taken: then every cavity is a
 normal of at least unit precision, whoever takes part. ``fit.history["clipped"]`` counts numbers that were changed.
 
-Where we deviate. The paper's prior of z is uniform, and its first cavities are standard normals: here the standard normal
-stays, as the prior, for a product of sigmoids alone need not be proper (if all :math:`f_l(X_k)` have one sign it is
-not). The moments are exact by default (``moments="quadrature"``). The networks' parameters are averaged with the rest,
-so silos keep nothing between rounds; they begin by predicting the server's first point, so that the pull begins with
-nothing. f has a value for each element of z.
+Where we deviate. The paper's prior of z is uniform, and its first cavities are standard normals: here the standard
+normal stays, as the prior, for a product of sigmoids alone need not be proper (if all :math:`f_l(X_k)` have one sign it
+is not). The moments are exact by default (``moments="quadrature"``). f has a value for each element of z. The networks'
+parameters are averaged with the rest, so silos keep nothing between rounds; they begin by predicting the server's first
+point, so that the pull begins with nothing.
 """
 
 import math
@@ -117,7 +117,7 @@ class Auxiliary(NamedTuple):
 
 @dataclass(frozen=True)
 class FedNP(FedAvg):
-    r"""Federated neural propagation: averaging, with heads pulled to where a network predicts them from all silos' data.
+    r"""Federated neural propagation: averaging, with heads pulled to where a network of all silos predicts them.
 
     A point estimate with the interface of :class:`~numpyro_fed.FedAvg`, whose settings it has, too. See the module for
     the equations. With ``weight=0`` it is FedAvg, bit for bit.
