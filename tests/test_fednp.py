@@ -88,7 +88,7 @@ def test_how_wrong_the_closed_forms_are() -> None:
     assert possible(exact) == possible(closed) == 1
     assert possible(printed) < 0.01
     off = jnp.abs(closed.mean - exact.mean) / jnp.sqrt(cavity.variance)
-    assert 0.4 < float(jnp.max(off)) and float(jnp.quantile(off, 0.5)) < 0.06
+    assert 0.4 < float(jnp.max(off)) < 0.8 and float(jnp.median(off)) < 0.05
 
 
 @pytest.mark.usefixtures("x64", "strict_ranks")
