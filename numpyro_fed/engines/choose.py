@@ -29,7 +29,7 @@ def check_engine(engine: Any, method: str, stateless: bool, silos: Any, everyone
     if not stateless:
         raise TypeError(
             f"silos of nf.{method} keep a state between rounds, so it needs an nf.Silos, got an nf.SiloStore: use "
-            "nf.FedPA, nf.FedAvg or nf.SEP, or hold the data in memory, nf.Silos({name: arguments})"
+            "nf.FedPA, nf.FedAvg, nf.FedNP or nf.SEP, or hold the data in memory, nf.Silos({name: arguments})"
         )
     if not engine.reads_store:
         raise TypeError(

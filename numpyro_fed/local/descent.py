@@ -36,6 +36,25 @@ class Goal(NamedTuple):
     proximal: float  # FedProx's mu
 
 
+class Beside(NamedTuple):
+    """What is learned beside x: parameters with an optimiser of their own, and their part in the silo's loss."""
+
+    start: Any
+    term: Callable[[Array, Any, Array | None], Array] | None  # (x, parameters, a minibatch's key) -> added to the loss
+    optim: optax.GradientTransformation
+
+
+NOTHING = Beside((), None, optax.identity())
+
+
+class Learning(NamedTuple):
+    """The state of a walk: the optimiser's own, and what is learned beside x."""
+
+    own: Any
+    params: Any  # of what is beside
+    optim: Any  # its optimiser's state
+
+
 class Steps(NamedTuple):
     """Where the default optimiser last was, and the gradient and loss there."""
 
@@ -54,6 +73,7 @@ def walk_from(
     total: Array | None,
     steepest_of_all: Array | None,
     noise: bool = False,
+    beside: Beside = NOTHING,
 ) -> Walk:
     """Steps on the silo's mean loss, from w.
 
@@ -63,12 +83,13 @@ def walk_from(
         steepest_of_all: the largest curvature of any silo's loss, on which the default optimiser's steps depend:
             silos whose steps differ would meet elsewhere. None for the silo's own.
         noise: of the size that makes the walk's stationary distribution the silo's posterior (Langevin).
+        beside: what else is learned, one step of its optimiser with each step of x.
     """
     own, batching = task.flat, task.batching
     number = task.count(data)
     share = 1 / total if goal.prior and total is not None else None
 
-    def loss(x: Array, key: Array | None) -> tuple[Array, Array]:
+    def loss(x: Array, params: Any, key: Array | None) -> tuple[Array, Array]:
         if batching is None or key is None:
             value = -task.whole(x, data) / number
         else:
@@ -77,31 +98,45 @@ def walk_from(
         rest = 0.5 * goal.proximal * jnp.sum((x - w) ** 2)
         if share is not None:
             rest = rest - share * own.log_prior(x)
+        if beside.term is not None:
+            rest = rest + beside.term(x, params, key)
         return value + rest, value
+
+    both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+
+    def begun(state: Any) -> Learning:
+        return Learning(state, beside.start, beside.optim.init(beside.start))
+
+    def learned(state: Learning, gradient: Any, own: Any) -> Learning:
+        moves, optim_state = beside.optim.update(gradient, state.optim, state.params)
+        return Learning(own, optax.apply_updates(state.params, moves), optim_state)
 
     optim, rate, steepest = goal.optim, jnp.zeros(()), jnp.zeros(())
     if optim is None:
-        gradient = lambda away: jax.grad(loss, has_aux=True)(w + away, None)[0]
+        gradient = lambda away: jax.grad(loss, has_aux=True)(w + away, beside.start, None)[0]
         steepest = largest_curvature(key, gradient, w.shape)
         common = steepest if steepest_of_all is None else jnp.maximum(steepest_of_all, steepest)
         rate = (STEP if batching is None else SMALL_STEP) / common
 
     if optim is not None:
 
-        def given(x: Array, state: Any, key: Array) -> tuple[Array, Any, Array]:
-            (_, value), gradient = jax.value_and_grad(loss, has_aux=True)(x, key)
-            moves, state = optim.update(gradient, state, x)
-            return x + moves, state, value
+        def given(x: Array, state: Learning, key: Array) -> tuple[Array, Learning, Array]:
+            (_, value), (gradient, aside) = both(x, state.params, key)
+            moves, own_state = optim.update(gradient, state.own, x)
+            return x + moves, learned(state, aside, own_state), value
 
-        return Walk(given, optim.init(w), steepest)
+        return Walk(given, begun(optim.init(w)), steepest)
 
-    # how much a loss may rise in a step: not at all; by what noise does; or, with other rows, to many times itself
+    # how much a loss may rise in a step: not at all; by what noise does; or, where it is another each time (of other
+    # rows, or with other parameters beside), to many times itself
     tame = lambda value: (5 * own.size + 10) / number if noise else 1e-6 * jnp.abs(value)
-    allowed = tame if batching is None else lambda value: 10 * (1 + jnp.abs(value))
+    same = batching is None and beside.term is None
+    allowed = tame if same else lambda value: 10 * (1 + jnp.abs(value))
 
-    def step(x: Array, state: Steps, key: Array) -> tuple[Array, Steps, Array]:
+    def step(x: Array, learning: Learning, key: Array) -> tuple[Array, Learning, Array]:
+        state: Steps = learning.own
         batch_key, noise_key = jax.random.split(key)
-        (total, value), gradient = jax.value_and_grad(loss, has_aux=True)(x, batch_key)
+        (total, value), (gradient, aside) = both(x, learning.params, batch_key)
         fine = jnp.isfinite(total) & jnp.all(jnp.isfinite(gradient))
         fine = fine & (total <= state.total + allowed(state.total))
         # a step that went too far is taken again, half as long: the curvature was another where it began
@@ -111,7 +146,8 @@ def walk_from(
         x = now.x - now.rate * now.gradient
         if noise:
             x = x + jnp.sqrt(2 * now.rate / number) * jax.random.normal(noise_key, x.shape)
-        return x, now, keep(value, state.total)
+        aside = jax.tree.map(lambda leaf: jnp.where(fine, leaf, 0.0), aside)  # none from where it went too far
+        return x, learned(learning, aside, now), keep(value, state.total)
 
     start = Steps(w, jnp.zeros_like(w), jnp.full((), jnp.inf, w.dtype), rate)
-    return Walk(step, start, steepest)
+    return Walk(step, begun(start), steepest)

@@ -4,6 +4,7 @@ from numpyro_fed.checks import VerdictWarning
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.ep import EP, SEP
 from numpyro_fed.methods.fedavg import FedAvg
+from numpyro_fed.methods.fednp import FedNP
 from numpyro_fed.methods.fedpa import FedPA
 from numpyro_fed.methods.gipvi import GIPVI
 from numpyro_fed.methods.independent import Fits, Independent
@@ -19,6 +20,7 @@ __all__ = [
     "SEP",
     "SFVI",
     "FedAvg",
+    "FedNP",
     "FedPA",
     "Fits",
     "Independent",

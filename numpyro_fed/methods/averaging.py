@@ -24,7 +24,7 @@ from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, 
 from numpyro_fed.checks import check_count, is_number
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.local import minibatch
-from numpyro_fed.local.descent import Goal, Task, walk_from
+from numpyro_fed.local.descent import NOTHING, Beside, Goal, Task, walk_from
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.walk import Flat, flat
 from numpyro_fed.memo import ByIdentity, remembered
@@ -73,6 +73,7 @@ class AveragingServer(NamedTuple):
     heard: Array  # (2,): observations and messages so far; total is guessed from them where silos are not all known
     curvature: Array  # (2,): the largest heard of, of losses and of precisions
     posterior: Any = ()  # set after the last round
+    beside: Any = ()  # what a method keeps beside the point
 
 
 class Made(NamedTuple):
@@ -163,7 +164,7 @@ class Averaging(Method):
         phase = Phase(
             "rounds",
             made.rounds,
-            begin=lambda left, fresh: self._begin(rounds, left, fresh),
+            begin=lambda left, fresh: self._begin(made.task, rounds, left, fresh),
             num_rounds=rounds,
             effort="some",
             remedy=self.remedy,
@@ -220,11 +221,18 @@ class Averaging(Method):
                 "(nf.Independent)"
             )
 
+    def _averaged(
+        self, task: Task, key: Array, sent: AveragingBroadcast, data: SiloData, beside: Beside = NOTHING
+    ) -> tuple[Array, Array, Array, Any]:
+        """A silo's round of federated averaging: delta, the first loss, the curvature, and what it learned beside."""
+        walk = walk_from(task, self._goal(), key, sent.w, data, sent.total, sent.curvature, beside=beside)
+        (x, state), loss = walk.go((sent.w, walk.state), key, self._steps(task))
+        return sent.w - x, loss, walk.curvature, state.params
+
     def algorithm(self, task: Task) -> FederatedAlgorithm:
         """The method as pure functions; see :mod:`numpyro_fed.algorithm`."""
         own: Flat = task.flat
         optim = self._server_default() if self.server_optim is None else self.server_optim
-        steps = self._steps(task)
         plain_rounds = self._averaging_rounds()
         always = plain_rounds is None
 
@@ -252,9 +260,8 @@ class Averaging(Method):
             number = task.count(data)
 
             def average(key: Array) -> tuple[Array, Array, Array]:
-                walk = walk_from(task, self._goal(), key, sent.w, data, sent.total, sent.curvature)
-                (x, _), loss = walk.go((sent.w, walk.state), key, steps)
-                return sent.w - x, loss, walk.curvature
+                delta, loss, steepest, _ = self._averaged(task, key, sent, data)
+                return delta, loss, steepest
 
             def posterior(key: Array) -> tuple[Array, Array, Array]:
                 return self._posterior_delta(task, key, sent.w, data)
@@ -307,7 +314,7 @@ class Averaging(Method):
 
     # --- where rounds begin -------------------------------------------------------------------------------------------
 
-    def _begin(self, rounds: int, left: Left, fresh: AveragingServer) -> Begun:
+    def _begin(self, task: Task, rounds: int, left: Left, fresh: AveragingServer) -> Begun:
         server = fresh if left.server is None else left.server._replace(posterior=())  # which is looked for anew
         if left.server is None and left.warm is not None:
             warm, like = left.warm, lambda new, old: jnp.asarray(new, old.dtype)

@@ -95,7 +95,7 @@ class Method:
 
         Args:
             rng_key: ``jax.random.key(0)``.
-            silos: the data, an :class:`~numpyro_fed.Silos`; for FedPA, FedAvg and SEP also a
+            silos: the data, an :class:`~numpyro_fed.Silos`; for FedPA, FedAvg, FedNP and SEP also a
                 :class:`~numpyro_fed.SiloStore`, of which each round's cohort is read.
             num_rounds: rounds after the start. By default as many as are needed until the posterior is at rest, up to
                 a limit of the method's; of EP and PVI the largest number.

@@ -87,18 +87,22 @@ class FedAvg(Averaging):
 
     def _seen(self, task: Task, left: Left, found: Ascent) -> Left:
         _, flat = around(found.x, np.asarray(found.precision), least_curvature(left.server.z.dtype))
-        size, steps = float(found.size), self._steps(task)
+        size, steps, name = float(found.size), self._steps(task), type(self).__name__
         if flat:
             doubt = (
-                "FedAvg's point is not near a mode: the posterior is flat, or curves upwards, in some direction there. "
-                "Use nf.EP(model) or nf.SFVI(model), or give the parameters a prior that is narrower"
+                f"{name}'s point is not near a mode: the posterior is flat, or curves upwards, in some direction "
+                "there. Use nf.EP(model) or nf.SFVI(model), or give the parameters a prior that is narrower"
             )
         elif size > OFF:
-            cure = "run more rounds, or use nf.FedPA(model)"
-            if steps > 1:
-                cure = f"silos that take {steps} steps pull it there. Use nf.FedPA(model), or local_steps=1"
-            doubt = f"FedAvg's point is {size:.2g} posterior sds away from where the gradient is zero: {cure}"
+            cure, _ = self._pulled(steps)
+            doubt = f"{name}'s point is {size:.2g} posterior sds away from where the gradient is zero: {cure}"
         else:
             return left
-        moving = not flat and steps == 1
+        moving = not flat and self._pulled(steps)[1]
         return left._replace(reasons=(*left.reasons, doubt), moving=left.moving or moving)
+
+    def _pulled(self, steps: int) -> tuple[str, bool]:
+        """Why its point is elsewhere, with what to type; and whether more rounds would bring it nearer."""
+        if steps == 1:
+            return "run more rounds, or use nf.FedPA(model)", True
+        return f"silos that take {steps} steps pull it there. Use nf.FedPA(model), or local_steps=1", False

@@ -1,5 +1,6 @@
 """A round of GI-PVI: the table of all silos' rows goes down, a silo's own rows come back and replace the old ones."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.data.padding import SiloData
+from numpyro_fed.local.in_turn import in_turn
 from numpyro_fed.methods.gi_visit import Work, start_rows, visit
 from numpyro_fed.model.observations import num_observations
 from numpyro_fed.normal.inducing import Rows, noise_for, sample
@@ -88,7 +90,7 @@ def gi_rounds(work: Work, num: int) -> FederatedAlgorithm:
         others = stacked_rows(sent.table, (sent.heard & (jnp.arange(num) != place)).astype(sent.start.dtype))
         fresh = start_rows(work, begin_key, data, others, network.weights(split.unravel(sent.start)))
         begin = jax.tree.map(lambda old, new: jnp.where(sent.heard[place], old[place], new), sent.table, fresh)
-        found = visit(work, steps_key, others, begin, data)
+        found = in_turn(partial(visit, work))(steps_key, others, begin, data)
         return GIMessage(*found, num_observations(split, data)), silo
 
     def aggregate(messages: GIMessage, cohort: Cohort) -> tuple[GIMessage, Array]:

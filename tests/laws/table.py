@@ -45,6 +45,14 @@ def homes(x, y=None):
         numpyro.sample("y", dist.Logistic(beta[0] + beta[1] * x, 0.5), obs=y)
 
 
+def line(x, y=None):
+    """The same as a network of one layer."""
+    w = numpyro.sample("w", dist.Normal(0, 5).expand([1, 1]).to_event(2))
+    b = numpyro.sample("b", dist.Normal(0, 5).expand([1]).to_event(1))
+    with numpyro.plate("homes", x.shape[0]):
+        numpyro.sample("y", dist.Logistic((x[:, None] @ w + b)[:, 0], 0.5), obs=y)
+
+
 # Homes of each county. Silos of 4, 24 and 6 homes are too unequal for one bucket, but with the counties they share one:
 # what a bucket adds to a program is as long as the method's own part.
 SIZES = {"leeds": (1, 3), "york": (9, 2, 6, 7), "hull": (4, 2)}
@@ -66,7 +74,8 @@ def silos_for(model: Any, *names: str) -> nf.Silos:
 
 # Programs that take long to compile: laws that need another of them are slow tests; all laws, where another line has
 # their kind.
-LONG, SLOW = ("EP", "PVI", "SFVI", "SFVI, no locals", "FedPA"), ("SFVI, minibatches", "SFVIAvg", "PVI, minibatches")
+LONG = ("EP", "PVI", "SFVI", "SFVI, no locals", "FedPA")
+SLOW = ("SFVI, minibatches", "SFVIAvg", "PVI, minibatches", "FedNP", "GIPVI")
 METHODS: dict[str, Any] = {
     "SFVI": nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=0),
     "SFVI, minibatches": nf.SFVI(counties, optim=ADAM, importance_samples=2, start_rounds=0, batch_size=1),
@@ -79,4 +88,6 @@ METHODS: dict[str, Any] = {
     "SEP": nf.SEP(homes, family="diagonal", solver="identity", tolerance=0),
     "FedPA": nf.FedPA(homes, optim=SGD, server_optim=SGD, shrinkage=0.1, averaging_rounds=1, start_rounds=0, **SAMPLES),
     "FedAvg": nf.FedAvg(homes, optim=SGD, local_steps=2, batch_size=3, start_rounds=0),
+    "FedNP": nf.FedNP(homes, optim=SGD, local_steps=2, batch_size=3, start_rounds=0, latent=2, hidden=3, weight=0.1),
+    "GIPVI": nf.GIPVI(line, [("w", "b")], num_inducing=3, local_steps=4, batch_size=3, optim=ADAM),
 }

@@ -82,6 +82,7 @@ CASES: dict[str, Callable[[], tuple[nf.Method, nf.Silos]]] = {
     "FedPA": lambda: (nf.FedPA(homes, num_samples=5, start_rounds=2), silos_of("x", "y")),
     "FedPA, from samples": lambda: (nf.FedPA(homes, num_samples=5, closing="samples"), silos_of("x", "y")),
     "FedAvg": lambda: (nf.FedAvg(homes, start_rounds=2), silos_of("x", "y")),
+    "FedNP": lambda: (nf.FedNP(homes, start_rounds=2, latent=2), silos_of("x", "y")),
     "SFVIAvg": lambda: (nf.SFVIAvg(groups, local_steps=2, start_rounds=2), silos_of("y")),
     "PVI": lambda: (nf.PVI(groups, tolerance=0), silos_of("y")),
     "SEP": lambda: (nf.SEP(homes, tolerance=0), silos_of("x", "y")),

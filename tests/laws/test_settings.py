@@ -11,7 +11,7 @@ from table import METHODS, counties, homes
 import numpyro_fed as nf
 
 SFVI, SFVIAvg = partial(nf.SFVI, counties), partial(nf.SFVIAvg, counties)
-EP, PVI, FedPA, FedAvg = (partial(method, homes) for method in (nf.EP, nf.PVI, nf.FedPA, nf.FedAvg))
+EP, PVI, FedPA, FedAvg, FedNP = (partial(m, homes) for m in (nf.EP, nf.PVI, nf.FedPA, nf.FedAvg, nf.FedNP))
 Structured = nf.guides.StructuredNormal
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
@@ -60,6 +60,15 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (FedAvg, dict(optim="adam"), "optim must be an optax optimiser"),
     (FedAvg, dict(prior=1), "prior is True"),
     (FedAvg, dict(init_loc_fn=3), "init_loc_fn is a NumPyro initialisation strategy"),
+    (FedNP, dict(weight=-1), "weight must be a number of at least 0, got -1"),
+    (FedNP, dict(weight=float("nan")), "weight must be a number of at least 0, got nan"),
+    (FedNP, dict(epsilon=0.0), "epsilon must be a number above 0, got 0.0"),
+    (FedNP, dict(latent=0), "latent must be an int of at least 1, got 0"),
+    (FedNP, dict(moments="exact"), "moments is 'exact': use 'quadrature', 'closed', 'printed'"),
+    (FedNP, dict(head=3), 'head is a name, or some of them, got 3: pass head="beta"'),
+    (FedNP, dict(features=()), "features is a name, or some of them"),
+    (FedNP, dict(network_optim="adam"), "network_optim must be an optax optimiser"),
+    (FedNP, dict(local_steps=0), "local_steps must be an int of at least 1"),
 ]
 
 
