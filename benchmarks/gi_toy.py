@@ -2,10 +2,10 @@ r"""Uncertainty between the data: chapter 5.1 of the GI-PVI thesis (Bronckers 20
 
 .. math:: y_i = x_i^3 + 3 \epsilon_i, \qquad x_i \in [-4, -2] \cup [2, 4]
 
-40 rows, y divided by its sd; a network of two hidden layers of 20 units (ReLU), weights N(0, 1 / inputs), the noise's sd
-known. Ten silos of four rows at random, or one of all. Printed: the sd of the network's function at x = 0, where there
-are no data, and at x = 3, over 1,000 draws; GI-PVI with one silo, sequential and synchronous, and a mean field by
-``nf.PVI`` on one silo. Each seed is another data set; medians over seeds, with the smallest and largest.
+40 rows, y divided by its sd; a network of two hidden layers of 20 units (ReLU), weights N(0, 1 / inputs), the sd of
+the noise known. Ten silos of four rows at random, or one of all. Printed: the sd of the network's function at x = 0,
+where there are no data, and at x = 3, over 1,000 draws; GI-PVI with one silo, sequential and synchronous, and a mean
+field by ``nf.PVI`` on one silo. Each seed is another data set; medians over seeds, with the smallest and largest.
 
 Run it with ``python -m benchmarks.gi_toy``, or with ``--quick`` for a minute; ``--figure`` draws the first seed.
 """
