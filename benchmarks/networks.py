@@ -187,11 +187,11 @@ class Settings(NamedTuple):
     start_sd: float = 0.1
     rounds: int = 4  # synchronous
     sweeps: int = 2  # sequential
-    gi_step: float = 0.01  # GI: of Adam; it falls to zero
-    gi_steps: int = 800
-    gi_one_silo_steps: int = 3000
+    gi_step: float = 0.03  # GI: of Adam; it falls to zero
+    gi_steps: int = 500
+    gi_one_silo_steps: int = 2000
     gi_start_precision: float = 100.0
-    gi_damping: float = 0.5  # synchronous
+    gi_damping: float = 0.3  # synchronous
 
 
 class Method(NamedTuple):

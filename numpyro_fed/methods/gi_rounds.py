@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.local.in_turn import in_turn
-from numpyro_fed.methods.gi_visit import Work, start_rows, visit
+from numpyro_fed.methods.gi_visit import Visited, Work, start_rows, visit
 from numpyro_fed.model.observations import num_observations
 from numpyro_fed.normal.inducing import Rows, noise_for, sample
 
@@ -90,8 +90,8 @@ def gi_rounds(work: Work, num: int) -> FederatedAlgorithm:
         others = stacked_rows(sent.table, (sent.heard & (jnp.arange(num) != place)).astype(sent.start.dtype))
         fresh = start_rows(work, begin_key, data, others, network.weights(split.unravel(sent.start)))
         begin = jax.tree.map(lambda old, new: jnp.where(sent.heard[place], old[place], new), sent.table, fresh)
-        found = in_turn(partial(visit, work))(steps_key, others, begin, data)
-        return GIMessage(*found, num_observations(split, data)), silo
+        found: Visited = in_turn(partial(visit, work))(steps_key, others, begin, data)
+        return GIMessage(*found, observations=num_observations(split, data)), silo
 
     def aggregate(messages: GIMessage, cohort: Cohort) -> tuple[GIMessage, Array]:
         return messages, jnp.asarray(cohort.index)

@@ -21,7 +21,7 @@ from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.network import Network, read_network
 from numpyro_fed.optim import check_optim
 
-STEP = 0.01  # Adam's first, of a visit
+STEP = 0.03  # Adam's first, of a visit
 SWEEPS = 10  # visits of each silo at most, by default
 INITS = ("normal", "data")
 PRECISIONS = ("layer", "unit")
@@ -52,7 +52,7 @@ class GIPVI(Method):
         local_steps: of the optimiser in a visit.
         batch_size: rows of a silo that a step looks at; by default all.
         damping: the share of a silo's change that the server accepts, in (0, 1]; by default all.
-        optim: an optax optimiser, begun afresh at every visit; by default Adam, its steps falling from .01 to zero.
+        optim: an optax optimiser, begun afresh at every visit; by default Adam, its steps falling from .03 to zero.
         num_particles: draws of the weights that a step averages over, in mirrored pairs.
         inputs: the argument that the first layer reads; by default the one that fits.
         init: ``"normal"``, or ``"data"``: inducing inputs begin at rows of the data, which leave the silo then.
@@ -81,7 +81,7 @@ class GIPVI(Method):
     num_particles: int = 2
     inputs: str | None = None
     init: str = "normal"
-    start_precision: float = 100.0
+    start_precision: float = 10.0
     local: Any = None
     shared: Any = None
 
