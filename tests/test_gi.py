@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import numpyro_fed as nf
+from benchmarks import networks
 from numpyro_fed.methods.gi_rounds import heard_rows, stacked_rows
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.trace import PartitionError
@@ -388,3 +389,12 @@ def test_a_linear_model_is_fitted_to_its_exact_posterior(x64):
     np.testing.assert_allclose((found.mean(0) - mean) / sd, 0, atol=0.1)
     np.testing.assert_allclose(found.std(0) / sd, 1, atol=0.1)
     assert fit.verdict.status == "not checked"
+
+
+@pytest.mark.slow
+def test_the_networks_benchmark_runs(monkeypatch):
+    """On made-up rows; every row of its table is a number."""
+    monkeypatch.delenv("NUMPYRO_FED_DATA", raising=False)
+    (row,) = networks.main(networks.parse(["--quick", "--data", "adult", "--split", "A", "--method", "GI, sequential"]))
+    assert np.isfinite(row["mean_log_likelihood"]) and row["log_likelihood"] > -1
+    assert row["mean_log_likelihood"] <= row["log_likelihood"]  # Jensen
