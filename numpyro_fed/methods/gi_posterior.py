@@ -14,7 +14,14 @@ from numpyro_fed.normal.inducing import noise_for, sample
 from numpyro_fed.normal.network import Network
 
 Array = jax.Array
-EACH = ("table", "visits", "log_likelihoods", "moving", "climbs")  # of the server's state: an entry for each silo
+EACH = (
+    "table",
+    "visits",
+    "log_likelihoods",
+    "moving",
+    "climbs",
+    "lost",
+)  # of the server's state: an entry for each silo
 
 
 class GIPosterior:

@@ -25,8 +25,10 @@ class GIServer(NamedTuple):
     log_likelihoods: Array  # (J,): E_q[log p(y_j | W)], as last heard
     moving: Array  # (J,): by how much that changed in the last visit, over what is little; of a first visit, UNKNOWN
     climbs: Array  # (J,): how much the bound still rose at its end, over what is little
+    lost: Array  # int (J,): how many of the last answers were not finite, and left out
     damping: Array
     start: Array  # (d,): weights with which silos begin, as standard normals of the prior
+    warm: Array  # bool: these are another fit's, and not chance
 
 
 class GIBroadcast(NamedTuple):
@@ -35,6 +37,7 @@ class GIBroadcast(NamedTuple):
     table: Rows
     heard: Array  # bool (J,)
     start: Array
+    warm: Array
 
 
 class GIMessage(NamedTuple):
@@ -65,6 +68,24 @@ def heard_rows(server: GIServer) -> Rows:
     return stacked_rows(server.table, (server.visits > 0).astype(server.start.dtype))
 
 
+def damped(old: Rows, new: Rows, damping: Array) -> Rows:
+    r"""A silo's rows, as much of their change taken as the damping says.
+
+    For inputs that stay, and given the layers below, that is the factor :math:`t_{old}^{1 - \rho}\, t_{new}^\rho`:
+    linear in :math:`\Lambda` and in :math:`\Lambda V`. Inputs follow the first layer's outputs. Rows of nobody have
+    precisions of zero, so that of first rows inputs and outputs are taken as they are.
+    """
+    outputs, precisions, shares = [], [], []
+    for was, now, v_was, v_now in zip(old.precisions, new.precisions, old.outputs, new.outputs, strict=True):
+        precision = (1 - damping) * was + damping * now  # (groups, M)
+        share = damping * now / jnp.maximum(precision, jnp.finfo(now.dtype).tiny)
+        precisions.append(precision)
+        outputs.append((1 - share.T) * v_was + share.T * v_now)
+        shares.append(share)
+    along = jnp.mean(shares[0], axis=0)[:, None]
+    return Rows((1 - along) * old.inputs + along * new.inputs, tuple(outputs), tuple(precisions))
+
+
 def gi_rounds(work: Work, num: int) -> FederatedAlgorithm:
     """The method as pure functions; see :mod:`numpyro_fed.algorithm`."""
     network, split = work.network, work.split
@@ -79,16 +100,19 @@ def gi_rounds(work: Work, num: int) -> FederatedAlgorithm:
         )
         nothing, unknown = jnp.zeros(num, dtype), jnp.full(num, UNKNOWN, dtype)
         start = split.ravel(network.sites(noise_for(network, key))).astype(dtype)
-        return GIServer(table, jnp.zeros(num, jnp.int32), nothing, unknown, nothing, jnp.ones((), dtype), start)
+        none, chance = jnp.zeros(num, jnp.int32), jnp.zeros((), bool)
+        return GIServer(table, none, nothing, unknown, nothing, none, jnp.ones((), dtype), start, chance)
 
     def broadcast(key: Array, server: GIServer) -> Broadcast:
-        return Broadcast(GIBroadcast(server.table, server.visits > 0, server.start), jnp.arange(num, dtype=jnp.int32))
+        sent = GIBroadcast(server.table, server.visits > 0, server.start, server.warm)
+        return Broadcast(sent, jnp.arange(num, dtype=jnp.int32))
 
     def silo_step(key: Array, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[GIMessage, tuple]:
         sent, place = broadcast.common, broadcast.each
         begin_key, steps_key = jax.random.split(key)
         others = stacked_rows(sent.table, (sent.heard & (jnp.arange(num) != place)).astype(sent.start.dtype))
-        fresh = start_rows(work, begin_key, data, others, network.weights(split.unravel(sent.start)))
+        noise = network.weights(split.unravel(sent.start))
+        fresh = start_rows(work, begin_key, data, others, noise, sent.warm)
         begin = jax.tree.map(lambda old, new: jnp.where(sent.heard[place], old[place], new), sent.table, fresh)
         found: Visited = in_turn(partial(visit, work))(steps_key, others, begin, data)
         return GIMessage(*found, observations=num_observations(split, data)), silo
@@ -101,17 +125,11 @@ def gi_rounds(work: Work, num: int) -> FederatedAlgorithm:
         fine = [jnp.all(jnp.isfinite(one.reshape(len(index), -1)), axis=1) for one in jax.tree.leaves(messages)]
         ok = jnp.all(jnp.stack(fine), axis=0)
         known = server.visits[index] > 0
-
-        def taken(old: Array, new: Array) -> Array:
-            """As much of a change as the damping says; of first rows inputs and outputs as they are."""
-            shape = (-1,) + (1,) * (new.ndim - 1)
-            share = jnp.where(known, server.damping, 1.0).reshape(shape)
-            mixed = old[index] + share * (jnp.where(ok.reshape(shape), new, old[index]) - old[index])
-            return old.at[index].set(mixed)
-
-        first = jnp.where(known, 1.0, server.damping)  # and precisions to a power, as if their old ones were zero
-        weakened = tuple(one * first[:, None, None] for one in messages.rows.precisions)
-        table = jax.tree.map(taken, server.table, messages.rows._replace(precisions=weakened))
+        old = jax.tree.map(lambda leaf: leaf[index], server.table)
+        mixed = jax.vmap(damped, (0, 0, None))(old, messages.rows, server.damping)
+        fits = lambda leaf: ok.reshape((-1,) + (1,) * (leaf.ndim - 1))
+        mixed = jax.tree.map(lambda new, was: jnp.where(fits(new), new, was), mixed, old)
+        table = jax.tree.map(lambda leaf, new: leaf.at[index].set(new), server.table, mixed)
         keep = lambda old, new: old.at[index].set(jnp.where(ok, new, old[index]))
         little = jnp.maximum(LITTLE * messages.observations, LEAST)
         # of first rows at the end of the visit; else of the posterior that all silos had made, as it was broadcast
@@ -123,6 +141,7 @@ def gi_rounds(work: Work, num: int) -> FederatedAlgorithm:
             log_likelihoods=keep(server.log_likelihoods, likelihoods),
             moving=keep(server.moving, moving),
             climbs=keep(server.climbs, messages.climb / little),
+            lost=server.lost.at[index].set(jnp.where(ok, 0, server.lost[index] + 1)),
         )
         heard = heard_rows(server)
         divergence = lambda key: sample(network, heard, noise_for(network, key))[1]

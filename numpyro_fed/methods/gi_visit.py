@@ -20,6 +20,7 @@ from numpyro_fed.normal.network import Network
 
 Array = jax.Array
 PARTS = 4  # of a visit's steps, whose mean values are compared
+FEW = 10  # rows, whose means would tell of single ones
 LOOKS = 16  # at the rows before and after a visit, with the same draws and minibatches
 
 
@@ -58,12 +59,13 @@ class Visited(NamedTuple):
     climb: Array  # by how much the bound rose over the last steps; 0 if that may be chance
 
 
-def start_rows(work: Work, key: Array, data: SiloData, table: Rows, noise: tuple[Array, ...]) -> Rows:
+def start_rows(work: Work, key: Array, data: SiloData, table: Rows, noise: tuple[Array, ...], warm: Array) -> Rows:
     """Where a silo's rows begin: inputs drawn from a normal, outputs those of a network that the others' rows make.
 
-    All silos take the same ``noise`` for it: they begin with one network, also while there are no rows yet. The normal
-    has the silo's means and variances, as they would be with one row more at 0 +- 1: so that of a silo with a single
-    row, too, none is shown.
+    All silos take the same ``noise`` for it: they begin with one network, also while there are no rows yet. (If
+    ``warm``, it is another fit's network, in units of the prior.) The normal has the silo's means and variances, as
+    they would be with one row more at 0 +- 1; of a silo with fewer than FEW rows, that would tell them, and it is a
+    standard normal.
     """
     x, valid = work.network.rows(data), data.mask[work.network.axis]
     number = jnp.sum(valid).astype(x.dtype)
@@ -72,13 +74,19 @@ def start_rows(work: Work, key: Array, data: SiloData, table: Rows, noise: tuple
     variance = (total((x - mean) ** 2) + mean**2 + 1) / (number + 1)
     drawn, chosen = jax.random.split(key)
     num = work.num_inducing
+    mean, variance = jnp.where(number < FEW, 0.0, mean), jnp.where(number < FEW, 1.0, variance)
     inputs = mean + jnp.sqrt(variance) * jax.random.normal(drawn, (num, x.shape[1]), x.dtype)
     if work.init == "data":
         order = jnp.argsort(jnp.where(valid, jax.random.uniform(chosen, valid.shape), 2.0))
         place = jnp.pad(order, (0, max(0, num - order.shape[0])))[:num]
         inputs = jnp.where((jnp.arange(num) < number)[:, None], x[place], inputs)
     precisions = tuple(jnp.full((groups, num), work.start_precision, x.dtype) for groups in work.groups)
-    weights, _ = sample(work.network, table, noise)
+    drawn_weights, _ = sample(work.network, table, noise)
+    told = tuple(
+        jnp.asarray(layer.mean, x.dtype) + jnp.asarray(layer.sd, x.dtype) * one
+        for layer, one in zip(work.network.layers, noise, strict=True)
+    )
+    weights = jax.tree.map(lambda a, b: jnp.where(warm, a, b), told, drawn_weights)
     return Rows(inputs, work.network.outputs(inputs, weights), precisions)
 
 

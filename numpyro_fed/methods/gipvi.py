@@ -14,7 +14,7 @@ from numpyro_fed.local import minibatch
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.gi_posterior import GIPosterior
-from numpyro_fed.methods.gi_rounds import LITTLE, UNKNOWN, GIServer, gi_rounds
+from numpyro_fed.methods.gi_rounds import LEAST, LITTLE, UNKNOWN, GIServer, gi_rounds
 from numpyro_fed.methods.gi_visit import Work
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
@@ -124,7 +124,7 @@ class GIPVI(Method):
             begin=lambda left, fresh: self._begin(split, network, left, fresh),
             num_rounds=SWEEPS * plan.sweep if plan.num_rounds is None else plan.num_rounds,
             done=lambda info: bool(info["moving"][-1] < 1),
-            finish=lambda left, server, info: self._finish(plan, left, server),
+            finish=lambda left, server, info: self._finish(survey, plan, left, server),
             look=1,
             remedy="standardise the inputs, or pass a smaller step: optim=optax.adam(1e-3)",
         )
@@ -164,20 +164,25 @@ class GIPVI(Method):
             prior = split.ravel(network.sites(tuple(jnp.asarray(layer.mean) for layer in network.layers)))
             sd = split.ravel(network.sites(tuple(jnp.asarray(layer.sd) for layer in network.layers)))
             server = server._replace(start=jnp.asarray((left.warm.loc - prior) / sd, server.start.dtype))
+            server = server._replace(warm=jnp.ones((), bool))
         damping = 1.0 if self.damping is None else self.damping
         return Begun(server._replace(damping=jnp.asarray(damping, server.start.dtype)))
 
-    def _finish(self, plan: Plan, left: Left, server: GIServer) -> Left:
+    def _finish(self, survey: Survey, plan: Plan, left: Left, server: GIServer) -> Left:
         """Whether everybody was heard, and bounds and likelihoods are at rest."""
         visits, moving, climbs = (np.asarray(leaf) for leaf in (server.visits, server.moving, server.climbs))
         named = lambda where: format_names([plan.names[j] for j in np.flatnonzero(where).tolist()], 5)
         more = "run more rounds, run(..., init_state=fit.state)"
-        reasons = []
-        if np.any(visits == 0):
+        lost, reasons = np.asarray(server.lost) > 0, []
+        little = np.maximum(LITTLE, LEAST / np.array(survey.sizes)) if survey.known else LITTLE
+        if np.any(lost):
             reasons.append(
-                f"silo {named(visits == 0)} was not asked, or nothing finite came from it: the posterior is not yet "
-                f"that of all silos: {more}; if rounds are skipped (fit.history['skipped']), pass a smaller step, "
-                "optim=optax.adam(1e-3)"
+                f"the last answer of silo {named(lost)} was not finite, and was left out: standardise the inputs, "
+                "nf.prepare.standardize(silos, 'x'), or pass a smaller step, optim=optax.adam(1e-3)"
+            )
+        elif np.any(visits == 0):
+            reasons.append(
+                f"silo {named(visits == 0)} was not asked: the posterior is not yet that of all silos: {more}"
             )
         elif len(visits) > 1 and np.any(moving >= UNKNOWN):
             reasons.append(
@@ -186,12 +191,12 @@ class GIPVI(Method):
             )
         elif len(visits) > 1 and np.any(moving > 1):
             reasons.append(
-                f"the likelihood of silo {named(moving > 1)} changed by up to {LITTLE * moving.max():.2g} nats an "
+                f"the likelihood of silo {named(moving > 1)} changed by up to {(little * moving).max():.2g} nats an "
                 f"observation in its last visit: {more}"
             )
         if np.any(climbs > 1):
             reasons.append(
-                f"the bound of silo {named(climbs > 1)} still rose by up to {LITTLE * climbs.max():.2g} nats an "
+                f"the bound of silo {named(climbs > 1)} still rose by up to {(little * climbs).max():.2g} nats an "
                 f"observation in the last quarter of its steps: pass local_steps={2 * self.local_steps}, or {more}"
             )
         if not reasons:
