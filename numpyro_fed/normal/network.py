@@ -20,8 +20,27 @@ from numpyro_fed.normal.families import as_family
 from numpyro_fed.normal.prior import normal_prior
 
 Array = jax.Array
-POINTS = 4  # random weights and rows at which the certificate looks
+POINTS = 6  # random weights and rows at which the certificate looks
+WIDE = 3.0  # every other one with weights so many times as wide as the prior
 CLOSE = 1e-6  # of float64 gradients through a network, relative
+
+
+class Filling(NamedTuple):
+    """Made-up values of the model's other arguments: outcomes, exposures, sizes. One that has a density will do."""
+
+    floats: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+    ints: int
+
+
+FILLINGS = tuple(
+    Filling(floats, ints)
+    for ints in (0, 1)
+    for floats in (
+        lambda draws, shape: draws.normal(size=shape),
+        lambda draws, shape: 0.1 + np.abs(draws.normal(size=shape)),
+        lambda draws, shape: draws.uniform(0.1, 0.9, size=shape),
+    )
+)
 
 
 class Dense(NamedTuple):
@@ -40,7 +59,7 @@ class Dense(NamedTuple):
     @property
     def alike(self) -> bool:
         """Whether all units have one prior."""
-        return bool(np.all(self.sd == self.sd[:, :1]))
+        return bool(np.allclose(self.sd, self.sd[:, :1], rtol=1e-9))
 
     def inputs(self, x: Array) -> Array:
         """Rows as the weights meet them, (..., D)."""
@@ -120,7 +139,8 @@ def read_network(split: SplitModel, layers: tuple[Layer, ...], inputs: str | Non
     raise PartitionError(
         f"the layers' forward pass is not that of the model: {'; '.join(doubts)}. List all dense layers in order, each "
         'with the activation that follows it, layers=[("W1", "b1", "relu"), ("W2", "b2")], and name the argument that '
-        "the first layer reads, inputs='x'; nf.gi.mlp(widths) writes a model and its layers"
+        "the first layer reads, inputs='x', as it is: scale it before, nf.prepare.standardize(silos, 'x'). "
+        "nf.gi.mlp(widths) writes a model and its layers"
     )
 
 
@@ -141,14 +161,16 @@ def _check_sites(split: SplitModel, layers: tuple[Layer, ...]) -> None:
     if left:
         raise PartitionError(
             f"nf.GIPVI approximates the weights of the layers, and {', '.join(map(repr, left))} "
-            f"{'is' if len(left) == 1 else 'are'} in none: add the layer, or give the site a value"
+            f"{'is' if len(left) == 1 else 'are'} in none: add the layer, give the site a value, or use "
+            "nf.PVI(model, family='diagonal')"
         )
     width = None
     for layer in layers:
         shape = shapes[layer.kernel]
         expected = "(inputs, units)" if width is None else f"({width}, units)"
         if len(shape) != 2 or (width is not None and shape[0] != width):
-            raise PartitionError(f"kernel {layer.kernel!r} has shape {shape}, where {expected} is needed")
+            hint = f", {layer.kernel!r}: .expand([{shape[0]}, 1]).to_event(2)" if len(shape) == 1 else ""
+            raise PartitionError(f"kernel {layer.kernel!r} has shape {shape}, where {expected} is needed{hint}")
         width = shape[1]
         if layer.bias is not None and shapes[layer.bias] != (width,):
             raise PartitionError(f"bias {layer.bias!r} has shape {shapes[layer.bias]}, where ({width},) is needed")
@@ -184,7 +206,8 @@ def _candidates(split: SplitModel, first: Dense, inputs: str | None) -> list[tup
         which = f"inputs={inputs!r} is not one" if inputs is not None else "there is none"
         raise PartitionError(
             f"the first layer, {first.kernel!r}, reads an argument of floats with shape (rows, {width}) of the silos' "
-            f"own, and {which}; their arguments are {', '.join(leaf.path for leaf in arrays)}"
+            f"own, and {which}; their arguments are {', '.join(leaf.path for leaf in arrays)} (of ints: "
+            "x.astype('float32'))"
         )
     return found
 
@@ -202,24 +225,27 @@ def _differs(split: SplitModel, network: Network) -> str | None:
     draws = np.random.default_rng(0)
     with jax.enable_x64(True):  # no draws of the model are made here
         own = jax.jit(jax.grad(lambda z, data: split.log_silo(z, {}, split.theta, data)))
-        seen = False
-        for _ in range(POINTS):
-            data, weights = _random_row(split, network, draws), _random_weights(network, draws)
-            gradient = network.weights(split.unravel(own(split.ravel(network.sites(weights)), data)))
-            x = network.rows(data)[:1]
-            carried = network.layers[-1].inputs(_hidden(network, x, weights))[0]
-            size = max(float(jnp.max(jnp.abs(one))) for one in gradient)
-            if not np.isfinite(size):
-                return "the log density at random weights is not finite"
-            if size == 0 or not float(carried @ carried):
-                continue
-            seen = True
-            towards = carried @ gradient[-1] / (carried @ carried)
-            expected = _pulled_back(network, x, towards)(weights)
-            for layer, got, needed in zip(network.layers, gradient, expected, strict=True):
-                if not float(jnp.max(jnp.abs(got - needed))) <= CLOSE * size:
-                    return f"the log density depends on {layer.kernel!r} in another way"
-        return None if seen else "the log density does not depend on the weights"
+        doubt = "the log density does not depend on the weights, or is not finite, at made-up data"
+        for filling in FILLINGS:
+            seen = 0
+            for point in range(POINTS):
+                data = _random_row(split, network, draws, filling)
+                weights = _random_weights(network, draws, WIDE if point % 2 else 1.0)
+                gradient = network.weights(split.unravel(own(split.ravel(network.sites(weights)), data)))
+                x = network.rows(data)[:1]
+                carried = network.layers[-1].inputs(_hidden(network, x, weights))[0]
+                size = max(float(jnp.max(jnp.abs(one))) for one in gradient)
+                if not np.isfinite(size) or size == 0 or not float(carried @ carried):
+                    continue
+                seen += 1
+                towards = carried @ gradient[-1] / (carried @ carried)
+                expected = _pulled_back(network, x, towards)(weights)
+                for layer, got, needed in zip(network.layers, gradient, expected, strict=True):
+                    if not float(jnp.max(jnp.abs(got - needed))) <= CLOSE * size:
+                        return f"the log density depends on {layer.kernel!r} in another way"
+            if seen >= POINTS // 2:
+                return None
+        return doubt
 
 
 def _hidden(network: Network, x: Array, weights: tuple[Array, ...]) -> Array:
@@ -233,13 +259,20 @@ def _pulled_back(network: Network, x: Array, towards: Array) -> Callable[[Any], 
     return jax.grad(lambda weights: last.before(_hidden(network, x, weights), weights[-1])[0] @ towards)
 
 
-def _random_weights(network: Network, draws: np.random.Generator) -> tuple[Array, ...]:
-    return tuple(jnp.asarray(one.mean + one.sd * draws.normal(size=one.mean.shape)) for one in network.layers)
+def _random_weights(network: Network, draws: np.random.Generator, wide: float) -> tuple[Array, ...]:
+    return tuple(jnp.asarray(one.mean + wide * one.sd * draws.normal(size=one.mean.shape)) for one in network.layers)
 
 
-def _random_row(split: SplitModel, network: Network, draws: np.random.Generator) -> SiloData:
-    """Data of no silo: normals for floats, zeros for ints; the first row alone counts."""
+def _random_row(split: SplitModel, network: Network, draws: np.random.Generator, filling: Filling) -> SiloData:
+    """Data of no silo: normals for the inputs, the filling for the rest; the first row alone counts."""
     data = split.dummy()
-    normal = lambda leaf: jnp.asarray(draws.normal(size=leaf.shape)) if leaf.dtype.kind == "f" else leaf
+
+    def made(place: int, leaf: Array) -> Array:
+        if place == network.place:
+            return jnp.asarray(draws.normal(size=leaf.shape))
+        if leaf.dtype.kind == "f":
+            return jnp.asarray(filling.floats(draws, leaf.shape))
+        return jnp.ones_like(leaf) if leaf.dtype.kind == "b" else jnp.full_like(leaf, filling.ints)
+
     only = {**data.mask, network.axis: jnp.arange(data.mask[network.axis].shape[0]) == 0}
-    return data._replace(args=tuple(normal(leaf) for leaf in data.args), mask=only)
+    return data._replace(args=tuple(made(place, leaf) for place, leaf in enumerate(data.args)), mask=only)

@@ -65,7 +65,7 @@ def test_the_order_of_silos_changes_nothing(runs: Runs) -> None:
     close(own_states(runs, runs.whole), own_states(runs, runs.turned))
 
 
-@pytest.mark.parametrize("runs", every_method("EP", "PVI", "SFVIAvg", "FedPA"), indirect=True, scope="session")
+@pytest.mark.parametrize("runs", every_method("EP", "PVI", "SFVIAvg", "FedPA", "GIPVI"), indirect=True, scope="session")
 def test_padding_changes_nothing(runs: Runs) -> None:
     assert runs.padded.padded != runs.plain.padded
     close(runs.plain.state.server, runs.padded.state.server)
