@@ -158,7 +158,7 @@ def news_silos(train, concentration, seed):
 
 
 def news_methods(args):
-    """By name: the settings that were tried, the chosen one first."""
+    """By name: the settings that were tried, first the one with the best accuracy on the validation part."""
     walk = dict(optim=optax.sgd(args.rate), batch_size=args.batch_size, local_steps=args.local_steps)
     falling = optax.adam(optax.cosine_decay_schedule(args.sep_rate, args.local_steps, 0.01))
     to_mode = dict(num_steps=args.local_steps, optim=falling, batch_size=args.batch_size)
@@ -179,9 +179,9 @@ def news_methods(args):
     return {
         "FedAvg": {f"rate {rate}": replace(average, optim=optax.sgd(rate)) for rate in (args.rate, 1.0, 0.5, 0.1)},
         "FedNP, weight 0": {"": replace(neural, weight=0)},
-        "FedProx": {f"mu {mu}": replace(average, proximal=mu) for mu in (0.01, 0.001, 0.1)},
-        "FedNP": {f"weight {weight}": replace(neural, weight=weight) for weight in (0.001, 0.01, 0.0001)},
-        "FedPA": {f"rho {rho}, server {s}": posterior(rho, s) for rho, s in ((0.006, 1.0), (0.06, 1.0), (0.06, 0.8))},
+        "FedProx": {f"mu {mu}": replace(average, proximal=mu) for mu in (0.001, 0.01, 0.1)},
+        "FedNP": {f"weight {weight}": replace(neural, weight=weight) for weight in (0.01, 0.001, 0.0001)},
+        "FedPA": {f"rho {rho}, server {s}": posterior(rho, s) for rho, s in ((0.06, 1.0), (0.006, 1.0), (0.06, 0.8))},
         "SEP (I)": {
             f"scale {scale}": sep(nf.solvers.Identity(scale=scale, **to_mode), args.damping)
             for scale in (1e-3, 1e-4, 1e-2)
