@@ -187,11 +187,11 @@ def news_methods(args):
             for scale in (1e-3, 1e-4, 1e-2)
         },
         "SEP (L)": {
-            f"damping {d}": sep(nf.solvers.Fisher(num_draws=2, **to_mode), d) for d in (args.damping, 0.3, 0.03)
+            f"damping {d}": sep(nf.solvers.Fisher(num_draws=2, **to_mode), d) for d in (0.3, args.damping, 0.03)
         },
         "SEP (V)": {
             f"damping {d}": sep(nf.solvers.NGVI(num_updates=5, num_draws=2, **to_mode), d)
-            for d in (args.damping, 0.3, 0.03)
+            for d in (0.3, args.damping, 0.03)
         },
     }
 
@@ -225,27 +225,23 @@ def run_tune(args):
 
 
 def run_news(args):
+    found = {}
+    for seed in range(args.news_seeds):
+        train, _, test = news(args.num_words, args.num_documents, seed)
+        for concentration in args.concentration:
+            silos = news_silos(train, concentration, seed)
+            for name, tried in chosen(args).items():
+                setting, method = next(iter(tried.items()))
+                label = f"{name} ({setting})" if setting else name
+                scores = news_scores(method, silos, test, args, seed)
+                found.setdefault((concentration, label), []).append(scores)
+                print(seed, concentration, label, *(f"{score:.3f}" for score in scores), flush=True)
     rows = []
-    parts = [news(args.num_words, args.num_documents, seed) for seed in range(args.news_seeds)]
-    for concentration in args.concentration:
-        silos = [news_silos(train, concentration, seed) for seed, (train, _, _) in enumerate(parts)]
-        for name, tried in chosen(args).items():
-            setting, method = next(iter(tried.items()))
-            found = [news_scores(method, one, parts[seed][2], args, seed) for seed, one in enumerate(silos)]
-            accuracy, likelihood, drawn, seconds, up = zip(*found, strict=True)
-            label = f"{name} ({setting})" if setting else name
-            rows.append(
-                [
-                    f"{concentration}",
-                    label,
-                    over_seeds(accuracy, 1),
-                    over_seeds(likelihood, 3),
-                    over_seeds(drawn, 3) if name.startswith("SEP") else "",
-                    f"{np.mean(up):.0f}",
-                    f"{np.mean(seconds):.0f}",
-                ]
-            )
-            print(rows[-1], flush=True)
+    for (concentration, label), scores in sorted(found.items(), key=lambda item: item[0][0]):
+        accuracy, likelihood, drawn, seconds, up = zip(*scores, strict=True)
+        has_draws = label.startswith("SEP")
+        row = [concentration, label, over_seeds(accuracy, 1), over_seeds(likelihood, 3)]
+        rows.append([*row, over_seeds(drawn, 3) if has_draws else "", f"{np.mean(up):.0f}", f"{np.mean(seconds):.0f}"])
     columns = ["Dirichlet", "method", "accuracy", "log likelihood", "log likelihood, drawn", "MB up", "s"]
     print(table(columns, rows))
     return rows
