@@ -15,6 +15,7 @@ from scipy.special import expit, log_expit
 from tiers import tiers
 
 import numpyro_fed as nf
+from benchmarks import fednp as benchmark
 from numpyro_fed.local.features import features_of, head_of
 from numpyro_fed.local.walk import flat
 from numpyro_fed.methods.fednp import PropagationMessage, accepted
@@ -263,6 +264,27 @@ def test_a_store_is_no_different() -> None:
     inside, outside = run(FEDNP), run(FEDNP, silos=store)
     np.testing.assert_allclose(inside.state.server.z, outside.state.server.z, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(inside.state.server.beside.sites.tau, outside.state.server.beside.sites.tau, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_sites_of_others_stay() -> None:
+    """Silos that were not heard have none, and do not count; then each keeps its own."""
+    first = run(FEDNP, 1, schedule=nf.schedules.fixed([["b"]]))
+    sites = first.state.server.beside.sites
+    assert np.all(sites.tau[1] > 0) and not np.any(sites.tau[[0, 2]]) and not np.any(sites.eta[[0, 2]])
+    later = run(FEDNP, 1, schedule=nf.schedules.fixed([["c"]]), init_state=first.state).state.server.beside.sites
+    np.testing.assert_array_equal(later.tau[:2], sites.tau[:2])
+    assert np.all(later.tau[2] > 0)
+
+
+@pytest.mark.slow
+def test_on_the_papers_toy_expectation_propagation_is_least_squares() -> None:
+    """To three decimals of the mean squared error, in at most four rounds (``benchmarks/fednp.py``)."""
+    with jax.enable_x64(True):
+        silos = benchmark.toy_silos(0)
+        error, rounds, _ = benchmark.toy_end("EP", nf.EP(benchmark.polynomial), silos, 0)
+        assert abs(error - benchmark.squared_error(silos, benchmark.least_squares(silos))) < 5e-4
+    assert rounds <= 4
 
 
 def test_it_needs_fresh_answers() -> None:
