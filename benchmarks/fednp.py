@@ -280,7 +280,7 @@ def main(args):
         args.num_seeds = args.news_seeds = 1
         args.num_words, args.num_documents, args.num_rounds, args.local_steps = 100, 400, 2, 5
         args.concentration = args.concentration[:1]
-        args.only = args.only or ["FedAvg", "FedNP (weight 10)", "EP", "SEP (I)"]
+        args.only = args.only or ["FedNP (weight 10)", "EP"]
     wrong = [part for part in args.parts if part not in PARTS]
     if wrong:
         raise SystemExit(f"{wrong[0]} is no part: use {', '.join(PARTS)}")
