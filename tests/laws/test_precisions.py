@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 from jax.example_libraries import stax
 from numpyro.infer.autoguide import AutoIAFNormal, AutoLowRankMultivariateNormal, AutoNormal
-from table import METHODS, homes, silos_for
+from table import METHODS, homes, line, silos_for
 from tiers import tiers
 
 import numpyro_fed as nf
@@ -83,6 +83,7 @@ CASES: dict[str, Callable[[], tuple[nf.Method, nf.Silos]]] = {
     "FedPA, from samples": lambda: (nf.FedPA(homes, num_samples=5, closing="samples"), silos_of("x", "y")),
     "FedAvg": lambda: (nf.FedAvg(homes, start_rounds=2), silos_of("x", "y")),
     "FedNP": lambda: (nf.FedNP(homes, start_rounds=2, latent=2), silos_of("x", "y")),
+    "GIPVI": lambda: (nf.GIPVI(line, [("w", "b")], num_inducing=3, local_steps=4), silos_of("x", "y")),
     "SFVIAvg": lambda: (nf.SFVIAvg(groups, local_steps=2, start_rounds=2), silos_of("y")),
     "PVI": lambda: (nf.PVI(groups, tolerance=0), silos_of("y")),
     "SEP": lambda: (nf.SEP(homes, tolerance=0), silos_of("x", "y")),
