@@ -270,7 +270,7 @@ def test_a_store_is_no_different() -> None:
 def test_sites_of_others_stay() -> None:
     """Silos that were not heard have none, and do not count; then each keeps its own."""
     first = run(FEDNP, 1, schedule=nf.schedules.fixed([["b"]]))
-    sites = first.state.server.beside.sites
+    sites = jax.tree.map(np.asarray, first.state.server.beside.sites)
     assert np.all(sites.tau[1] > 0) and not np.any(sites.tau[[0, 2]]) and not np.any(sites.eta[[0, 2]])
     later = run(FEDNP, 1, schedule=nf.schedules.fixed([["c"]]), init_state=first.state).state.server.beside.sites
     np.testing.assert_array_equal(later.tau[:2], sites.tau[:2])
