@@ -139,8 +139,9 @@ class FedNP(FedAvg):
             paper prints them).
         network_optim: the optax optimiser of the networks, on the same loss, begun afresh at every visit. By default
             ``optax.adam(1e-2)``. The server always takes the plain average of them.
-        optim, server_optim, batch_size, local_steps, proximal, prior, init_loc_fn, start_rounds, last_look, local,
-            shared: as those of :class:`~numpyro_fed.FedAvg`. With minibatches f is the mean over a minibatch's rows.
+        optim, server_optim, batch_size, local_steps, proximal, prior: as those of :class:`~numpyro_fed.FedAvg`. With
+            minibatches f is the mean over a minibatch's rows.
+        init_loc_fn, start_rounds, last_look, local, shared: the same.
 
     ``fit.history`` has the divergence at the end of the visits, and how many numbers of sites were clipped. The verdict
     of a point is "not checked" at best.
