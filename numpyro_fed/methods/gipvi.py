@@ -64,9 +64,10 @@ class GIPVI(Method):
 
     Example:
         >>> network, layers = nf.gi.mlp([1, 3, 1], likelihood="normal", scale=0.5)
-        >>> flat = nf.Silos([dict(x=x[:, None], y=y) for x, y in [(np.ones(4), np.ones(4)), (np.zeros(3), np.ones(3))]])
-        >>> fit = nf.GIPVI(network, layers, num_inducing=3, local_steps=20).run(
-        ...     jax.random.key(0), flat, 2, schedule="sequential", progress_bar=False, check=False)
+        >>> x = np.linspace(-1, 1, 24, dtype="f")[:, None]
+        >>> apart = nf.Silos([dict(x=x[i], y=x[i, 0]) for i in (slice(12), slice(12, 24))])
+        >>> method = nf.GIPVI(network, layers, num_inducing=3, local_steps=200)
+        >>> fit = method.run(jax.random.key(0), apart, schedule="sequential", progress_bar=False)
         >>> fit.sample(jax.random.key(1), 5)["W1"].shape
         (5, 1, 3)
     """
