@@ -395,6 +395,15 @@ def test_a_silo_leaves_with_its_rows_and_another_joins(sequential):
         fit.correct(KEY)
 
 
+@pytest.mark.slow
+def test_inputs_that_are_not_scaled_are_a_reason():
+    silos = data(leeds=12, york=11)
+    unscaled = nf.Silos({name: dict(x=1e4 * silos[name]["x"], y=silos[name]["y"]) for name in silos.names})
+    with pytest.warns(nf.VerdictWarning, match=r"as large as .*nf.prepare.standardize|not finite, and was left out"):
+        fit = nf.GIPVI(*NETWORK, **QUICK).run(KEY, unscaled, 2, schedule="sequential", progress_bar=False)
+    assert not fit.verdict.ok
+
+
 def test_unheard_silos_are_left_out_and_named():
     with pytest.warns(nf.VerdictWarning, match="silo 'york', 'hull' was not asked"):
         fit = nf.GIPVI(*NETWORK, **QUICK).run(KEY, data(), 1, schedule="sequential", progress_bar=False)

@@ -81,12 +81,8 @@ def start_rows(work: Work, key: Array, data: SiloData, table: Rows, noise: tuple
         place = jnp.pad(order, (0, max(0, num - order.shape[0])))[:num]
         inputs = jnp.where((jnp.arange(num) < number)[:, None], x[place], inputs)
     precisions = tuple(jnp.full((groups, num), work.start_precision, x.dtype) for groups in work.groups)
-    drawn_weights, _ = sample(work.network, table, noise)
-    told = tuple(
-        jnp.asarray(layer.mean, x.dtype) + jnp.asarray(layer.sd, x.dtype) * one
-        for layer, one in zip(work.network.layers, noise, strict=True)
-    )
-    weights = jax.tree.map(lambda a, b: jnp.where(warm, a, b), told, drawn_weights)
+    made, _ = sample(work.network, table, noise)
+    weights = jax.tree.map(lambda a, b: jnp.where(warm, a, b), work.network.from_standard(noise), made)
     return Rows(inputs, work.network.outputs(inputs, weights), precisions)
 
 

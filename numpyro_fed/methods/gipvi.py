@@ -15,12 +15,13 @@ from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.gi_posterior import GIPosterior
 from numpyro_fed.methods.gi_rounds import LEAST, LITTLE, UNKNOWN, GIServer, gi_rounds
-from numpyro_fed.methods.gi_visit import Work
+from numpyro_fed.methods.gi_visit import PARTS, Work
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.network import Network, read_network
 from numpyro_fed.optim import check_optim
 
+FAR = 100.0  # of inputs: squares of these, times precisions and rows, are beyond float32's seven digits
 STEP = 0.03  # Adam's first, of a visit
 SWEEPS = 10  # visits of each silo at most, by default
 INITS = ("normal", "data")
@@ -162,10 +163,9 @@ class GIPVI(Method):
     def _begin(self, split: SplitModel, network: Network, left: Left, fresh: GIServer) -> Begun:
         server = fresh if left.server is None else left.server
         if left.server is None and left.warm is not None:
-            prior = split.ravel(network.sites(tuple(jnp.asarray(layer.mean) for layer in network.layers)))
-            sd = split.ravel(network.sites(tuple(jnp.asarray(layer.sd) for layer in network.layers)))
-            server = server._replace(start=jnp.asarray((left.warm.loc - prior) / sd, server.start.dtype))
-            server = server._replace(warm=jnp.ones((), bool))
+            weights = network.weights(split.unravel(jnp.asarray(left.warm.loc, server.start.dtype)))
+            start = split.ravel(network.sites(network.to_standard(weights)))
+            server = server._replace(start=start, warm=jnp.ones((), bool))
         damping = 1.0 if self.damping is None else self.damping
         return Begun(server._replace(damping=jnp.asarray(damping, server.start.dtype)))
 
@@ -200,6 +200,13 @@ class GIPVI(Method):
                 f"the bound of silo {named(climbs > 1)} still rose by up to {(little * climbs).max():.2g} nats an "
                 f"observation in the last quarter of its steps: pass local_steps={2 * self.local_steps}, or {more}"
             )
-        if not reasons:
-            return left._replace(server=server)
-        return left._replace(server=server, reasons=(*left.reasons, *reasons), moving=True)
+        if self.local_steps < 2 * PARTS:
+            reasons.append(f"local_steps={self.local_steps} are too few to tell whether bounds still rise: pass more")
+        restless = left.moving or bool(reasons)
+        large = float(jnp.max(jnp.abs(server.table.inputs)))
+        if large > FAR and server.start.dtype == jnp.float32:
+            reasons.append(
+                f"inducing inputs are as large as {large:.2g}, where float32 loses what rows say: standardise the "
+                "inputs, nf.prepare.standardize(silos, 'x')"
+            )
+        return left._replace(server=server, reasons=(*left.reasons, *reasons), moving=restless)

@@ -102,6 +102,16 @@ class Network(NamedTuple):
         """The inverse."""
         return tuple(_weight(sites, layer.kernel, layer.bias) for layer in self.layers)
 
+    def from_standard(self, noise: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Weights from numbers that are standard normal under the prior."""
+        each = zip(self.layers, noise, strict=True)
+        return tuple(jnp.asarray(one.mean, eps.dtype) + jnp.asarray(one.sd, eps.dtype) * eps for one, eps in each)
+
+    def to_standard(self, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+        """The inverse."""
+        each = zip(self.layers, weights, strict=True)
+        return tuple((w - jnp.asarray(one.mean, w.dtype)) / jnp.asarray(one.sd, w.dtype) for one, w in each)
+
     def outputs(self, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
         """Every layer's outputs at the rows x, before the activation."""
         found = []
