@@ -161,12 +161,17 @@ class Phase(NamedTuple):
     role: str = "rounds"
     made: Callable[[], "Phase"] | None = None  # () -> the phase itself, of a start that few runs need
     effort: str = "most"  # of the compiler: "most" for thousands of rounds, "some" for tens, "least" for a few
+    # how often each number of the data is looked at in all rounds, about; None: often. Of phases with some effort:
+    # where that is little work, the least effort is enough.
+    looks_at_data: int | None = None
     look: int | None = None  # rounds between two looks of the host, at most; None: the engine's own number
     remedy: str = "pass a smaller step: optim=optax.adam(1e-3)"  # against a loss that is not finite
     lacks: str = ""  # of a check: what a fit lacks without it
     # (server or silo state) -> the same with shorter steps, for rounds whose loss stopped being finite; None: no such.
     shorter: Callable[[PyTree], PyTree] | None = None
     watched: bool = True  # what is not finite is an error (of a check: is left out)
+    # (server state at the beginning) -> the algorithm for rounds that begin there. None: the one above.
+    suited: Callable[[PyTree], Any] | None = None
 
 
 @runtime_checkable

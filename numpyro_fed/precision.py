@@ -15,11 +15,12 @@ import numpy as np
 from numpyro_fed.algorithm import FederatedAlgorithm
 
 Array = jax.Array
-# for programs that run a few times only: compiling them takes a third of the time
-UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-ONCE = {"xla_backend_optimization_level": 1}  # programs that run a few times: half the time to compile, as fast to run
 # XLA's fusion emitters take half of the time to compile, and gain little in programs of this size.
 QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+# for programs that do little work: a third of that time again, and about five times as long to run
+UNOPTIMISED: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 0}
+ONCE = {"xla_backend_optimization_level": 1}  # programs that run a few times: half the time to compile, as fast to run
+LITTLE = 1e8  # numbers that are looked at, up to which the time to compile is more than the time to run
 
 
 def in_x64(function: Callable) -> Callable:

@@ -222,6 +222,13 @@ class Stack:
             out.append((data.args, data.mask))
         return tuple(out)
 
+    @property
+    def elements(self) -> int:
+        """Numbers in the largest argument, of all silos in the buckets: what a look at the data takes."""
+        each = (jax.tree.leaves(self.shapes(b).args) for b in range(len(self.buckets)))
+        largest = [max((int(np.prod(leaf.shape)) for leaf in found), default=1) for found in each]
+        return sum(len(bucket.names) * size for bucket, size in zip(self.buckets, largest, strict=True))
+
     def shapes(self, b: int) -> SiloData:
         """What a silo's data in a bucket look like; nothing is read."""
         lengths = self.buckets[b].lengths

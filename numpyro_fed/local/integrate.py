@@ -46,6 +46,10 @@ class Marginal(NamedTuple):
     num: int = 1  # nodes per dimension, or draws
     rows: str = "whole"  # how terms find their rows, see bound.Weighting
 
+    def evaluations(self, split: SplitModel) -> int:
+        """Of the silo's density, for one of its factor."""
+        return self.num ** max(_row_size(split), 1) if self.kind == "quadrature" else max(self.num, 1)
+
     @property
     def weighting(self) -> Weighting:
         return Weighting(self.num, self.rows)

@@ -25,6 +25,7 @@ class WarmStart(NamedTuple):
     theta_sd: dict[str, Any]
     context: PyTree = ()  # what of a guide over the globals is needed to read the silo's half
     source: Any = None  # (guide, params, base): a run with the same guide goes on from q itself
+    sites: Any = ()  # (prior, each): normal factors whose product is this normal, of the prior and of every silo
 
     @property
     def unit(self) -> Array:
@@ -39,3 +40,8 @@ class LocalStart(NamedTuple):
     scale: dict[str, Array]  # {group: (rows, k)}
     coupling: dict[str, Array]  # {group: (rows, k, d)}; {} where locals do not move with the globals
     own: PyTree = ()  # (params, base)
+
+    @property
+    def frame(self) -> Any:
+        """Where a search knows more than this of its end, all of it; else None."""
+        return None

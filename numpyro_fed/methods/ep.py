@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from numpyro_fed.methods.factorised import Factorised
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.solvers import HMC, Importance, Solver, as_solver
+from numpyro_fed.solvers import HMC, Importance, Solver, Stein, as_solver
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,11 @@ class EP(Factorised):
             all silos speak or one after another, 0.5 where cohorts are drawn or messages are stale, and falling with
             the number of visits where the solver draws samples.
         solver: how a silo finds moments: ``"importance"`` (importance sampling on fixed points; the default in up to 20
-            dimensions where locals can be integrated row by row), ``"hmc"`` (the default otherwise), ``"nuts"``,
-            ``"laplace"``, or an object such as ``nf.solvers.HMC(num_chains=100)``. For very many dimensions, with a
-            ``"diagonal"`` or ``"identity"`` family: ``"fisher"``, ``"ngvi"``, ``"iasg"``, ``"identity"`` (the paper's
-            L, V, M and I), which take time and memory linear in their number.
+            dimensions where locals can be integrated row by row), ``"stein"`` (the same with gradients; the default in
+            up to 500), ``"hmc"`` (the default otherwise), ``"nuts"``, ``"laplace"``, or an object such as
+            ``nf.solvers.HMC(num_chains=100)``. For very many dimensions, with a ``"diagonal"`` or ``"identity"``
+            family: ``"fisher"``, ``"ngvi"``, ``"iasg"``, ``"identity"`` (the paper's L, V, M and I), which take time
+            and memory linear in their number.
         server_optim: an optax optimiser over the natural parameters, as adaptive damping; sites move with q.
         tolerance: the run stops when in a sweep over all silos no mean moves by this many sds (nor the root of the
             symmetrised KL by as much), after 50 sweeps at most; 0 never does. With solvers that draw, when the Monte
@@ -39,8 +40,9 @@ class EP(Factorised):
         return as_solver(solver)
 
     def _default_solver(self, split: SplitModel, quadrature: bool) -> Solver:
-        few = split.dim <= Importance.most_dims
-        return Importance() if few and quadrature else HMC()
+        if not quadrature or split.dim > Stein.most_dims:
+            return HMC()
+        return Importance() if split.dim <= Importance.most_dims else Stein()
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,14 @@ from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.factorised_posterior import SitesPosterior
+from numpyro_fed.methods.laplace_start import laplace_start
 from numpyro_fed.methods.site_rounds import UNHEARD, SitesServer, SitesSilo, site_rounds
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
-from numpyro_fed.normal.families import Natural, as_family, quotient
+from numpyro_fed.normal.families import as_family, quotient
 from numpyro_fed.normal.prior import normal_prior
+from numpyro_fed.normal.sites import Sites
 from numpyro_fed.optim import check_optim
 from numpyro_fed.run.node_check import TOO_FAR, node_check
 from numpyro_fed.solvers import Solver
@@ -37,6 +39,7 @@ from numpyro_fed.solvers import Solver
 Array = jax.Array
 LEAST_EFFECTIVE = 0.02  # of a silo's points or draws, below which its moments are noise
 NOISE = 5.0  # so many tolerances of Monte Carlo error may be left in the posterior by a solver that draws
+USUAL = 4  # rounds until nothing moves any more, as a rule
 NEARLY = 0.5  # sds that a posterior may still move when its nodes are checked
 MOST_DENSE = 500  # dimensions in which a matrix of natural parameters is still a good idea
 
@@ -45,7 +48,7 @@ class Given(NamedTuple):
     """What a silo receives for its half of a warm start."""
 
     loc: Array  # (d,): the globals' centre
-    q: Natural  # packed
+    q: Any  # a Natural, packed; () where the silo's half does not depend on it
 
 
 class Chosen(NamedTuple):
@@ -54,6 +57,8 @@ class Chosen(NamedTuple):
     solver: Solver
     marginal: Marginal
     rounds: FederatedAlgorithm
+    settled: FederatedAlgorithm  # rounds that begin where q says something already
+    starts: tuple[Phase, ...]
     nodes: FederatedAlgorithm | None  # asks whether there are enough quadrature nodes
 
 
@@ -112,19 +117,21 @@ class Factorised(Method):
             done=(lambda info: bool(info["moving"][-1] < self._allowed(chosen.solver, plan))) if stops else None,
             finish=lambda left, server, info: self._finish(chosen.solver, plan, left, server, info),
             effort="some",
+            looks_at_data=_looks(split, chosen, self.family),
             look=plan.sweep if stops else None,
+            suited=lambda server: chosen.settled if _settled(server) else chosen.rounds,
         )
         if chosen.nodes is None:
-            return Program((phase,), posterior)
+            return Program((*chosen.starts, phase), posterior)
         check = Phase(
             "nodes",
             chosen.nodes,
-            begin=lambda left, fresh: Begun(left.server) if np.max(left.server.moving) < NEARLY else None,
+            begin=lambda left, fresh: Begun(left.server) if np.max(np.asarray(left.server.moving)) < NEARLY else None,
             finish=lambda left, server, info: _enough_nodes(chosen, left, float(info["node_shift"][-1])),
             role="check",
             effort="least",
         )
-        return Program((phase, check), posterior)
+        return Program((*chosen.starts, phase, check), posterior)
 
     def posterior_of(self, split: SplitModel, survey: Survey) -> SitesPosterior:
         return self._posterior(split, self._solver(split, survey)[1])
@@ -146,11 +153,15 @@ class Factorised(Method):
         batching = None if size is None else minibatch.plan(split, survey, "whole", size)
         prior = normal_prior(split, family)
         kept = self.tied, batching, self.server_optim
-        rounds = site_rounds(split, family, solver, marginal, prior, survey, *kept)
+        rounds, settled = (
+            site_rounds(split, family, solver, marginal, prior, survey, *kept, started=started)
+            for started in (False, True)
+        )
+        starts = laplace_start(split, survey, solver, prior) if family.kind == "full" and not self.tied else ()
         nodes = None
         if marginal.kind == "quadrature" and marginal.num > 1 and split.dim <= MOST_DENSE:
             nodes = node_check(split, family, marginal, self._posterior(split, marginal).q)
-        return Chosen(solver, marginal, rounds, nodes)
+        return Chosen(solver, marginal, rounds, settled, starts, nodes)
 
     def _solver(self, split: SplitModel, survey: Survey) -> tuple[Solver, Marginal]:
         """The solver, and how locals are integrated out."""
@@ -188,25 +199,33 @@ class Factorised(Method):
         if left.warm is None:
             return Begun(self._steps(split, solver, plan, fresh))
         server, q = self._from_warm_start(solver, left.warm, fresh)
-        return Begun(self._steps(split, solver, plan, server), Given(left.warm.loc, as_family(self.family).pack(q)))
+        return Begun(self._steps(split, solver, plan, server), Given(left.warm.loc, q))
 
     def _steps(self, split: SplitModel, solver: Solver, plan: Plan, server: SitesServer) -> SitesServer:
         """Steps that suit the schedule: shorter where messages are stale or few silos speak for all."""
         longest, free = solver.step(split.dim, as_family(self.family)), self.damping is None
         step = min(0.5 if plan.stale or plan.random else 1.0, longest) if self.damping is None else self.damping
         first = longest if self.damping is None else self.damping
-        with jax.enable_x64(True):
-            return server._replace(
-                step=jnp.asarray(step, jnp.float64),
-                initial_step=jnp.asarray(first, jnp.float64),
-                robbins_monro=jnp.asarray(free and self._averaged(solver, plan)),
-                averaged=jnp.asarray(self._averaged(solver, plan)),
-                backtrack=jnp.asarray(free and plan.cohort is None),  # else rounds are different silos' moves
-            )
+        on_host: dict[str, Any] = dict(
+            step=np.asarray(step, np.float64),
+            initial_step=np.asarray(first, np.float64),
+            robbins_monro=np.asarray(free and self._averaged(solver, plan)),
+            averaged=np.asarray(self._averaged(solver, plan)),
+            backtrack=np.asarray(free and plan.cohort is None),  # else rounds are different silos' moves
+        )
+        return server._replace(**on_host)
 
-    def _from_warm_start(self, solver: Solver, warm: WarmStart, server: SitesServer) -> tuple[SitesServer, Natural]:
-        """Sites, equal parts, whose product with the prior is what another method found; and that."""
+    def _from_warm_start(self, solver: Solver, warm: WarmStart, server: SitesServer) -> tuple[SitesServer, Any]:
+        """Sites, known or equal parts, whose product with the prior is what was found before; and that, if asked."""
         family, num = as_family(self.family), server.visits.shape[0]
+        heard: dict[str, Any] = dict(
+            started=np.ones((), bool),
+            visits=np.ones(server.visits.shape, server.visits.dtype),
+            moving=np.full(server.moving.shape, UNHEARD, server.moving.dtype),
+        )
+        server = server._replace(**heard)
+        if warm.sites and not self.tied and family.kind == "full":
+            return server._replace(sites=Sites(*warm.sites)), ()
         mean, sd = np.asarray(warm.loc, np.float64), np.asarray(warm.sd, np.float64)
         if warm.chol is None:
             covariance = np.diag(sd**2) if family.kind == "full" else sd**2
@@ -219,13 +238,8 @@ class Factorised(Method):
                 each = rest
             else:
                 each = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf / num, (num, *leaf.shape)), rest)
-        server = server._replace(
-            sites=server.sites._replace(each=each),
-            visits=jnp.ones_like(server.visits),
-            moving=jnp.full_like(server.moving, UNHEARD),
-            solver_state=solver.init_state(family, q),
-        )
-        return server, q
+        state = solver.init_state(family, q)
+        return server._replace(sites=server.sites._replace(each=each), solver_state=state), family.pack(q)
 
     def _begin_silo(
         self, split: SplitModel, solver: Solver, given: Given | tuple, state: SitesSilo, local: LocalStart | None
@@ -233,10 +247,13 @@ class Factorised(Method):
         if not isinstance(given, Given):
             return state
         family = as_family(self.family)
-        state = state._replace(solver_state=solver.init_state(family, family.unpack(given.q)))
+        if given.q:
+            state = state._replace(solver_state=solver.init_state(family, family.unpack(given.q)))
         if not split.groups or local is None or not local.loc:
             return state
-        frame = LocalLaplace.from_sds(given.loc, local.loc, local.scale, local.coupling or state.frame.coupling)
+        frame = local.frame
+        if frame is None:
+            frame = LocalLaplace.from_sds(given.loc, local.loc, local.scale, local.coupling or state.frame.coupling)
         return state._replace(frame=frame, local_posterior=frame)
 
     def _averaged(self, solver: Solver, plan: Plan) -> bool:
@@ -280,6 +297,17 @@ class Factorised(Method):
                 "pass solver=nf.solvers.HMC() with more chains, num_chains=100, or more points",
             )
         return left
+
+
+def _looks(split: SplitModel, chosen: Chosen, family: Any) -> int | None:
+    """How often the data are looked at until nothing moves any more, about; None where the solver does not tell."""
+    of_visit = getattr(chosen.solver, "evaluations", lambda d, family: None)(split.dim, as_family(family))
+    return None if of_visit is None else USUAL * of_visit * chosen.marginal.evaluations(split)
+
+
+def _settled(server: SitesServer) -> bool:
+    """Whether the rounds began where q says something, and nobody is new."""
+    return bool(np.asarray(server.started)) and bool(np.all(np.asarray(server.visits) > 0))
 
 
 def _enough_nodes(chosen: Chosen, left: Left, shift: float) -> Left:

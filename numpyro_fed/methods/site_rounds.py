@@ -45,6 +45,7 @@ class SitesServer(NamedTuple):
     solver_state: Any  # what the solver keeps for the prior
     total: Any = ()  # where sites are tied: observations in all silos, as far as they are known; float64
     heard: Any = ()  # (2,): observations and messages so far, from which the total is guessed where it is not known
+    started: Any = ()  # bool: the rounds began where q said something already
 
 
 class SitesSilo(NamedTuple):
@@ -86,12 +87,14 @@ def site_rounds(
     tied: bool = False,
     batching: Batching | None = None,
     optim: Any = None,
+    started: bool = False,
 ) -> FederatedAlgorithm:
     """The method as pure functions; see :mod:`numpyro_fed.algorithm`.
 
     Args:
         tied: one site for all, of which a silo owns the share n_j / N; else a site each.
         optim: the server's optimiser over natural parameters, or None.
+        started: rounds begin where q says something already, and silos look for no modes.
     """
     d, num = split.dim, survey.num_silos
     told = getattr(solver, "is_told_where", lambda d: False)(d)
@@ -108,7 +111,7 @@ def site_rounds(
             step = jnp.ones((), jnp.float64)
             counts = jnp.asarray(survey.total, jnp.float64), jnp.zeros(2, jnp.float64)
         visits = jnp.zeros(num, jnp.int32)
-        return SitesServer(
+        server = SitesServer(
             Sites(prior.factor, each),
             visits,
             jnp.full(num, UNHEARD),
@@ -124,6 +127,7 @@ def site_rounds(
             solver.init_state(family, prior.factor),
             *(counts if tied else ()),
         )
+        return server._replace(started=jnp.zeros((), bool))
 
     def warming_up(server: SitesServer, q: Natural) -> Array:
         return jnp.any(server.visits == 0) | ~family.proper(q)
@@ -149,7 +153,7 @@ def site_rounds(
             rows = num_observations(split, data)
             site = power(site, quotient_of(rows, sent.total))
         start = start_of(sent.seed, q, prior.factor) if told else None
-        tilted = Tilted(family, q, site, sent.warming_up, not tied, start)
+        tilted = Tilted(family, q, site, sent.warming_up, started, not tied, start)
         factor = silo_factor(split, marginal, data, silo.components, batching=batching)
         found = solver.solve(key, tilted, factor, silo.frame, silo.solver_state)
         change = quotient(found.natural, q)
@@ -180,7 +184,7 @@ def site_rounds(
         solver_state, own_change = server.solver_state, family.flat(d)
         own_ok = jnp.ones((), bool)
         if not prior.exact:
-            tilted = Tilted(family, old, server.sites.prior, jnp.zeros((), bool))
+            tilted = Tilted(family, old, server.sites.prior, jnp.zeros((), bool), True)
             found = solver.solve(key, tilted, plain_factor(lambda z: split.log_prior(z, split.theta)), (), solver_state)
             solver_state, own_change = found.solver_state, quotient(found.natural, old)
             own_ok = found.ok & family.proper(found.natural)

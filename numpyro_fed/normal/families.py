@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.linalg
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 from numpyro.distributions.util import matrix_to_tril_vec, vec_to_tril_matrix
@@ -144,6 +145,22 @@ class Family:
         mean, root = to_user_dtype(self.moments(factor))
         eps = jax.random.normal(key, mean.shape)
         return mean + (root @ eps if self.kind == "full" else root * eps)
+
+
+def host_moments(family: Family, factor: Natural) -> tuple[np.ndarray, np.ndarray]:
+    """:meth:`Family.moments` in NumPy, for a host that has the numbers."""
+    precision, shift = np.asarray(factor.precision, np.float64), np.asarray(factor.shift, np.float64)
+    if family.kind != "full":
+        with np.errstate(divide="ignore", invalid="ignore"):
+            variance = np.broadcast_to(1 / precision, shift.shape)
+            return variance * shift, np.sqrt(variance)
+    scale = np.sqrt(np.maximum(np.diagonal(precision), 1e-300))
+    try:
+        upper = np.linalg.cholesky((precision / scale / scale[:, None])[::-1, ::-1])[::-1, ::-1]
+    except np.linalg.LinAlgError:
+        return np.full_like(shift, np.nan), np.full_like(precision, np.nan)
+    root = scipy.linalg.solve_triangular(upper, np.diag(1 / scale), lower=False).T
+    return root @ (root.T @ shift), root
 
 
 def as_family(family: Any) -> Family:

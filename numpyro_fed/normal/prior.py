@@ -6,10 +6,10 @@ model, not an approximation of its prior.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import init_to_sample
 
@@ -55,27 +55,31 @@ def _exact(split: SplitModel, family: Family) -> Prior | None:
     with jax.enable_x64(True):  # no draws are made here, so the model may be traced in float64
         log_prior = lambda z: split.log_prior(z, split.theta)
         dense = d <= MOST_DENSE or family.kind == "full"
-        precision = (_dense if dense else _diagonal)(log_prior, d, family)
+        curvature = jax.hessian(log_prior) if dense else partial(_along, log_prior, _probes(d))
+        seen = jax.jit(lambda at: (*jax.value_and_grad(log_prior)(at), curvature(at)), compiler_options=UNOPTIMISED)
+        places = _places(d)
+        # not at zero, where NumPyro's gradients of logits are wrong
+        values, slopes, curved = (np.stack(column) for column in zip(*map(seen, places), strict=True))
+        precision = (_dense if dense else _diagonal)(curved, family)
         if precision is None:
             return None
-        both = jax.jit(jax.value_and_grad(log_prior), compiler_options=UNOPTIMISED)
-        at_zero = both(jnp.zeros(d))[0]
-        place = _places(d)[0]  # not at zero, where NumPyro's gradients of logits are wrong
-        times = precision @ place if np.ndim(precision) == 2 else precision * place
-        slope = np.asarray(both(jnp.asarray(place))[1]) + times
-        if not _linear(both, slope, precision):
+        times = [precision @ z if np.ndim(precision) == 2 else precision * z for z in places]
+        slope = slopes[0] + times[0]
+        if not _linear(places, slopes, slope, precision):
             return None
-        return Prior(Natural(jnp.asarray(precision), jnp.asarray(slope, jnp.float64)), True, float(at_zero))
+        at_zero = values[0] - places[0] @ slope + 0.5 * places[0] @ times[0]
+        found: Any = np.asarray(precision), np.asarray(slope, np.float64)
+        return Prior(Natural(*found), True, float(at_zero))
 
 
-def _linear(both: Callable, slope: np.ndarray, precision: np.ndarray) -> bool:
+def _linear(places: np.ndarray, slopes: np.ndarray, slope: np.ndarray, precision: np.ndarray) -> bool:
     """Whether the gradient is a quadratic's: a Laplace prior's jumps, though its Hessian is the same everywhere."""
     dense = np.ndim(precision) == 2
-    for z in _places(slope.shape[0]):
+    for z, there in zip(places, slopes, strict=True):
         times = precision @ z if dense else precision * z
         size = np.abs(precision) @ np.abs(z) if dense else np.abs(times)
         allowed = 1e-5 * (np.abs(slope) + size) + 1e-9
-        if not np.all(np.abs(both(jnp.asarray(z))[1] - (slope - times)) <= allowed):
+        if not np.all(np.abs(there - (slope - times)) <= allowed):
             return False
     return True
 
@@ -84,10 +88,8 @@ def _places(d: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(3, d)) * np.array([[0.3], [1.0], [2.0]])
 
 
-def _dense(log_prior: Callable, d: int, family: Family) -> np.ndarray | None:
-    """The precision, if the log density is quadratic and the family can keep it."""
-    hessian = jax.jit(jax.hessian(log_prior), compiler_options=UNOPTIMISED)
-    found = np.stack([hessian(jnp.asarray(z)) for z in _places(d)])
+def _dense(found: np.ndarray, family: Family) -> np.ndarray | None:
+    """The precision, from Hessians (3, d, d): if the log density is quadratic and the family can keep it."""
     size = np.max(np.abs(found))
     scale = np.sqrt(np.max(np.abs(np.diagonal(found, axis1=1, axis2=2)), axis=0))
     unit = np.outer(scale, scale)  # of each pair: one tight prior must not hide what another is
@@ -99,14 +101,21 @@ def _dense(log_prior: Callable, d: int, family: Family) -> np.ndarray | None:
     return -found[0] if family.kind == "full" else _kept(-diagonal, size, family)
 
 
-def _diagonal(log_prior: Callable, d: int, family: Family) -> np.ndarray | None:
-    """The same without a matrix, for families without correlations.
+def _probes(d: int) -> np.ndarray:
+    return np.concatenate([np.ones((1, d)), np.random.default_rng(1).normal(size=(2, d))])
+
+
+def _along(log_prior: Callable, probes: np.ndarray, z: Array) -> Array:
+    """The Hessian times each of the probes."""
+    return jax.vmap(lambda v: jax.jvp(jax.grad(log_prior), (z,), (v,))[1])(probes)
+
+
+def _diagonal(found: np.ndarray, family: Family) -> np.ndarray | None:
+    """The same without a matrix, for families without correlations; from Hessians times probes.
 
     A Hessian H is the same everywhere if Hv is, for random v; it is diagonal, D, if H1 = D1 and Hv = Dv.
     """
-    times = jax.jit(lambda z, v: jax.jvp(jax.grad(log_prior), (z,), (v,))[1], compiler_options=UNOPTIMISED)
-    probes = np.concatenate([np.ones((1, d)), np.random.default_rng(1).normal(size=(2, d))])
-    found = np.stack([[times(jnp.asarray(z), jnp.asarray(v)) for v in probes] for z in _places(d)])
+    probes = _probes(found.shape[-1])
     size = np.max(np.abs(found))
     quadratic = np.all(np.isfinite(found)) and np.max(np.abs(found - found[0])) <= 1e-5 * size
     diagonal = found[0, 0]

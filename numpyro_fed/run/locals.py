@@ -172,6 +172,7 @@ def look_at_locals(
         cohort=len(runner.stack.names),
         role="check",
         effort="some",
+        looks_at_data=GLOBALS * num,
         watched=False,  # a Pareto k of exact weights is minus infinity
     )
     left, _ = runner.run((phase,), Left(), states, None)

@@ -62,6 +62,7 @@ class ModeServer(NamedTuple):
 
     search: Search
     accepted: Array  # bool: the trial before
+    each: Any = ()  # a ModeMessage, stacked: of every silo at the last trial that was accepted, where they are kept
 
 
 class ModeSilo(NamedTuple):
@@ -75,6 +76,11 @@ class ModeSilo(NamedTuple):
     components: Components | None
     own: tuple = ()
 
+    @property
+    def frame(self) -> LocalLaplace | tuple:
+        """The locals around the last trial, as they were found."""
+        return self.tried
+
 
 class ModeBroadcast(NamedTuple):
     trial: Array  # (d + p,)
@@ -84,13 +90,18 @@ class ModeBroadcast(NamedTuple):
 class ModeMessage(NamedTuple):
     value: Array
     gradient: Array  # (d + p,)
-    hessian: Array  # (d + p, d + p)
+    precision: Array  # minus the Hessian, the lower triangle of it
 
 
-def newton_start(split: SplitModel, marginal: Marginal) -> FederatedAlgorithm:
-    """Mode finding as a federated algorithm. Its final states start the variational methods."""
+def newton_start(split: SplitModel, marginal: Marginal, num_apart: int = 0) -> FederatedAlgorithm:
+    """Mode finding as a federated algorithm. Its final states start the variational methods.
+
+    Args:
+        num_apart: so many silos, what each of them says being kept apart; 0: only sums are kept.
+    """
     theta_flat, unravel_theta = ravel_pytree(split.theta)
     d, size = split.dim, split.dim + theta_flat.shape[0]
+    lower = np.tril_indices(size)
     free = np.concatenate([np.ones(d, bool), *(np.full(n, not held) for n, held in _held(split))])
 
     def parts(x: Array) -> tuple[Array, dict]:
@@ -98,7 +109,9 @@ def newton_start(split: SplitModel, marginal: Marginal) -> FederatedAlgorithm:
 
     def init(key: Array) -> ModeServer:
         first = jnp.concatenate([JITTER * jax.random.normal(key, (d,)), theta_flat])
-        return ModeServer(start_search(first), jnp.array(False))
+        shapes = (), (size,), (len(lower[0]),)
+        each = ModeMessage(*(jnp.zeros((num_apart, *shape)) for shape in shapes)) if num_apart else ()
+        return ModeServer(start_search(first), jnp.array(False), each)
 
     def broadcast(key: Array, server: ModeServer) -> Broadcast:
         return Broadcast(ModeBroadcast(server.search.trial, server.accepted))
@@ -124,26 +137,35 @@ def newton_start(split: SplitModel, marginal: Marginal) -> FederatedAlgorithm:
             return factor.log_f(z, frame, factor.nodes(None))
 
         value, gradient, precision = derivatives(log_f, x)
-        return ModeMessage(value, gradient, -precision), _silo(before, frame, silo.components)
+        return ModeMessage(value, gradient, precision[lower]), _silo(before, frame, silo.components)
 
-    def aggregate(messages: ModeMessage, cohort: Cohort) -> ModeMessage:
-        return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), messages)
+    def aggregate(messages: ModeMessage, cohort: Cohort) -> tuple[ModeMessage, Any]:
+        order = jnp.argsort(jnp.asarray(cohort.index))
+        apart = jax.tree.map(lambda leaf: leaf[order], messages) if num_apart else ()
+        return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), messages), apart
 
-    def server_step(key: Array, server: ModeServer, silos: ModeMessage) -> tuple[ModeServer, dict]:
-        search = server.search
+    def server_step(key: Array, server: ModeServer, heard: tuple[ModeMessage, Any]) -> tuple[ModeServer, dict]:
+        search, (silos, each) = server.search, heard
         prior_value, prior_gradient, prior_precision = derivatives(lambda x: split.log_prior(*parts(x)), search.trial)
         value = silos.value + prior_value
         gradient = jnp.where(free, silos.gradient + prior_gradient, 0.0)
-        precision = jnp.where(free[:, None] & free, prior_precision - silos.hessian, jnp.eye(size))
+        precision = jnp.where(free[:, None] & free, prior_precision + symmetric(silos.precision, size), jnp.eye(size))
         # where locals are drawn, values are those of draws around other modes; in any case they are rounded
         slack = 1e-2 + 1e-5 * jnp.abs(search.value)
         if marginal.kind == "importance_weighted":
             slack = slack + jnp.minimum(search.gain, SLACK)
         new, accepted = advance(search, value, gradient, precision, slack)
         new = new._replace(value=jnp.maximum(search.value, new.value))
-        return ModeServer(new, accepted), {"loss": -value, "_gain": new.gain, "_best": new.value}
+        each = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), each, server.each)
+        return ModeServer(new, accepted, each), {"loss": -value, "_gain": new.gain, "_best": new.value}
 
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+
+
+def symmetric(lower: Array, size: int) -> Array:
+    """The matrix, of its lower triangle."""
+    half = jnp.zeros((size, size)).at[np.tril_indices(size)].set(lower)
+    return half + jnp.tril(half, -1).T
 
 
 def another_point(split: SplitModel, key: Array, attempt: int) -> Array:

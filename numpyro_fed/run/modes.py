@@ -32,7 +32,7 @@ from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
-from numpyro_fed.normal.newton import Search, advance, derivatives, start_search
+from numpyro_fed.normal.newton import Search, advance, derivatives
 from numpyro_fed.results.looks import FAR, ModesLook, told
 from numpyro_fed.results.scalars import scalars
 from numpyro_fed.results.verdict import Evidence, globals_at
@@ -81,7 +81,7 @@ def searches_round(split: SplitModel, marginal: Marginal, num: int) -> Federated
     lower = np.tril_indices(d)
 
     def init(key: Array) -> SearchServer:
-        return begun(jnp.zeros((num, d)), split.theta, jnp.zeros(d), jnp.eye(d))
+        return begun(np.zeros((num, d), jnp.zeros(()).dtype), split.theta, np.zeros(d), np.eye(d))
 
     def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> Any:
         """The locals' modes, where they are looked for next: for each search its own."""
@@ -141,9 +141,14 @@ def _ended(server: SearchServer) -> Array:
     return home | (server.search.gain <= CONVERGED)
 
 
-def begun(points: Array, theta: dict[str, Array], mean: Array, whitening: Array) -> SearchServer:
-    search = jax.vmap(start_search)(points)
-    return SearchServer(search._replace(damping=jnp.full(len(points), DAMPING)), theta, mean, whitening)
+def begun(points: np.ndarray, theta: dict[str, Array], mean: np.ndarray, whitening: np.ndarray) -> SearchServer:
+    """Before anything is known; on the host."""
+    (num, d), dtype = points.shape, points.dtype
+    unknown, zeros = np.full(num, np.inf, dtype), np.zeros((num, d), dtype)
+    eye = np.broadcast_to(np.eye(d, dtype=dtype), (num, d, d))
+    known: Any = points, points, -unknown, eye, zeros, np.full(num, DAMPING, dtype), unknown
+    home: Any = np.asarray(mean, dtype), np.asarray(whitening, dtype)
+    return SearchServer(Search(*known), theta, *home)
 
 
 def _marginal(marginal: Marginal, split: SplitModel) -> Marginal:
@@ -191,9 +196,9 @@ def look_for_modes(
         return "other modes were not looked for: locals that meet in a term cannot be integrated out well enough"
     mean, sds = np.asarray(normal.mean, np.float64), np.sqrt(np.diagonal(np.asarray(normal.covariance, np.float64)))
     points = starts(split, jax.random.fold_in(runner.key, MODES), mean, sds)
-    few, dtype = _marginal(marginal, split), points.dtype
+    few = _marginal(marginal, split)
     whitening = np.linalg.inv(np.linalg.cholesky(np.asarray(normal.covariance, np.float64)))
-    server = begun(jnp.asarray(points), theta, jnp.asarray(mean, dtype), jnp.asarray(whitening, dtype))
+    server = begun(points, theta, mean, whitening)
     algorithm = remembered(
         partial(searches_round, split, few, len(points)), "modes", ByIdentity(split), few, len(points)
     )
@@ -203,8 +208,10 @@ def look_for_modes(
         begin=lambda left, fresh: Begun(server),
         num_rounds=MAX_ROUNDS,
         done=lambda info: bool(np.all(info["ended"][-1])),
+        finish=lambda left, server, info: left._replace(server=(server, int(np.sum(info["ended"][-1])))),
         role="check",
         effort="some",
+        looks_at_data=MAX_ROUNDS * len(points) * (2 * split.dim + 2) * few.evaluations(split),
         look=1,  # and so rounds are counted one by one
         watched=False,  # a search may well leave the support
     )
@@ -217,11 +224,12 @@ def look_for_modes(
     runner.records[before:] = [Record("modes", *np.sum([one[1:] for one in rounds], axis=0).tolist())]
     if left.interrupted:
         return None
-    return found_modes(split, left.server, normal, theta, evidence)
+    server, ended = left.server
+    return found_modes(split, server, ended, normal, theta, evidence)
 
 
 def found_modes(
-    split: SplitModel, server: SearchServer, normal: Normal, theta: dict[str, Array], evidence: Evidence
+    split: SplitModel, server: SearchServer, ended: int, normal: Normal, theta: dict[str, Array], evidence: Evidence
 ) -> ModesLook:
     """The maxima among the searches' ends, float64, beside q's own mass (by importance, or Laplace's if larger)."""
     at = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), server.search)
@@ -244,7 +252,7 @@ def found_modes(
     own = max([own, *(mass for mass, distance in zip(masses, distances, strict=True) if distance <= FAR)])
     between = [(at.x[i] - at.x[j]) @ at.precision[i] @ (at.x[i] - at.x[j]) for i in kept for j in kept]
     apart = float(np.sqrt(max([0.0, *between])))
-    num, ended = len(at.x), int(np.sum(_ended(server)))
+    num = len(at.x)
     look = ModesLook(np.array(masses), np.array(distances), own, num, ended, apart)
     if look.other is None:
         return look

@@ -20,6 +20,7 @@ from numpyro_fed.engines.base import Engine, Traffic, traffic
 from numpyro_fed.engines.stale import current, held, stale
 from numpyro_fed.keys import SERVER, digest
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.precision import LITTLE
 from numpyro_fed.run.diagnose import NonFinite, all_finite, last_good
 
 COHORTS = digest("\0cohorts")
@@ -150,6 +151,8 @@ class Runner:
     def _rounds(self, phase: Phase, left: Left, states: tuple | None, local: tuple | None) -> tuple[Left, tuple]:
         names, late = self.stack.names, schedules.stale(self.schedule)
         server, states = self._begin(phase, self.key, left, states, local)
+        if phase.suited is not None:
+            phase = phase._replace(algorithm=phase.suited(server))
         finish = phase.finish
         if late:
             key = jax.random.fold_in(jax.random.fold_in(self.key, self.round), SERVER)
@@ -197,7 +200,7 @@ class Runner:
     ) -> "Ended":
         """Rounds of a phase, chunk by chunk: between two chunks the host looks."""
         sent, names = self._traffic(phase, server, states), self.stack.names
-        look = phase.look or phase.num_rounds
+        look, effort = phase.look or phase.num_rounds, self._effort(phase)
         info: dict[str, np.ndarray] = {}
         rows: list[dict[str, np.ndarray]] = []
         done, interrupted, total, shortened = 0, False, phase.num_rounds, 0
@@ -210,14 +213,14 @@ class Runner:
                     cohorts = cohorts_of(first + done, count)
                     asked = len(names) if cohorts is None else cohorts.shape[1]
                     chunk = (phase.algorithm, key, self.stack, server, states, first + done, cohorts)
-                    after = self.engine.rounds(*chunk, count, phase.effort)
+                    after = self.engine.rounds(*chunk, count, effort)
                     bad = _first_bad(after, count) if phase.role == "rounds" and phase.watched else None
                     if bad is not None and phase.shorter is not None and shortened < SHORTER:
                         server, states = self._shorter(phase, server, states)
                         shortened += 1
                         continue
                     if bad is not None:
-                        good, (server, states, info) = last_good(self.engine, chunk, bad, phase.effort)
+                        good, (server, states, info) = last_good(self.engine, chunk, bad, effort)
                         if good:
                             self._record(info, good, asked, sent, phase)
                         self.round += good
@@ -243,6 +246,12 @@ class Runner:
                     bar.write(f"stopped after {done} of {total} rounds; this is the fit so far")
         whole = {name: np.concatenate([one[name] for one in rows]) for name in info}
         return Ended(server, states, whole, done, interrupted, shortened)
+
+    def _effort(self, phase: Phase) -> str:
+        """Of the compiler: little work is done before a program for much work is compiled."""
+        if phase.effort != "some" or phase.looks_at_data is None or not self.stack.known:
+            return phase.effort
+        return "least" if phase.looks_at_data * self.stack.elements <= LITTLE else "some"
 
     def _shorter(self, phase: Phase, server: PyTree, states: tuple) -> tuple[PyTree, tuple]:
         """Back where the chunk began, with shorter steps on both sides."""

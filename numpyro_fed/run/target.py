@@ -128,6 +128,7 @@ def log_target(
             cohort=len(runner.stack.names),
             role="check",
             effort="some",
+            looks_at_data=size * marginal.evaluations(split),
             watched=False,  # a density may well be zero at some of the points
         )
         left, _ = runner.run((phase,), Left(), tuple(() for _ in runner.stack.buckets), None)

@@ -11,10 +11,11 @@ from numpyro_fed.solvers.importance import Importance
 from numpyro_fed.solvers.laplace import Laplace
 from numpyro_fed.solvers.linear import NGVI, Fisher, Identity
 from numpyro_fed.solvers.natural import NaturalGradient
+from numpyro_fed.solvers.stein import Stein
 
 SOLVERS: dict[str, type[BaseSolver]] = {
     kind.name: kind
-    for kind in (Importance, HMC, NUTS, Laplace, NaturalGradient, Gradient, IASG, Fisher, NGVI, Identity)
+    for kind in (Importance, Stein, HMC, NUTS, Laplace, NaturalGradient, Gradient, IASG, Fisher, NGVI, Identity)
 }
 
 
@@ -45,6 +46,7 @@ __all__ = [
     "Projection",
     "Solver",
     "Start",
+    "Stein",
     "Tilted",
     "as_solver",
     "to_user_dtype",

@@ -28,6 +28,7 @@ class Tilted(NamedTuple):
     q: Natural
     site: Natural
     warming_up: Array  # bool: not every silo has been heard yet, so q says little
+    q_is_known: bool = False  # it never says little: there was a start
     q_is_close: bool = True  # once settled the tilted distribution is near q; not where sites are tied
     start: Start | None = None  # of a solver that is told where to begin
 
@@ -85,6 +86,7 @@ class BaseSolver:
     name = ""
     noisy = False
     samples_locals = False
+    begins_at_q = False  # once q says something; until then at the tilted mode, which costs a search and its program
     minimises_free_energy = False  # KL(q || tilted), for PVI; else moments are matched, or tried to
 
     def __post_init__(self) -> None:

@@ -46,11 +46,16 @@ class NaturalGradient(BaseSolver):
     rate: float = 1.0
     name = "natural"
     minimises_free_energy = True
+    begins_at_q = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not is_number(self.rate) or not 0 < self.rate <= 1:
             raise ValueError(f"rate must be a number above 0 and at most 1, got {self.rate!r}: rate=1.0")
+
+    def evaluations(self, d: int, family: Family) -> int:
+        """Of the factor in a visit; a gradient counts as three."""
+        return 3 * self.num_steps * max(self.num_points, 4 * d)
 
     def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
         family, d = tilted.family, tilted.q.shift.shape[0]

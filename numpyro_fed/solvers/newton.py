@@ -65,6 +65,8 @@ def newton(
 
 def begin(tilted: Tilted, factor: Factor, frame: Any, at: Coordinates | None = None) -> tuple[Coordinates, Any]:
     """Where a solver begins: at q (or ``at``), or, until every silo has been heard, at the tilted mode."""
+    if tilted.q_is_known:
+        return coordinates(tilted.family, tilted.q) if at is None else at, frame
     found, frame, _ = newton(
         factor,
         tilted.family.dense(tilted.cavity),
