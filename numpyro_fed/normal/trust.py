@@ -20,14 +20,10 @@ def acceptable(family: Family, old: Natural, new: Natural, free: Bool[Array, ""]
     Noisy messages can be amplified by one another, with sites that grow without bounds and cancel; so a round changes
     no variance by more than a factor of ``TRUST``, in any direction.
     """
-    near = family.proper(_combined(TRUST, new, old)) & family.proper(_combined(TRUST, old, new))
-    return family.proper(new) & (free | near)
-
-
-def _combined(factor: float, a: Natural, b: Natural) -> Natural:
-    """factor a - b."""
     with jax.enable_x64(True):
-        return jax.tree.map(lambda x, y: factor * x - y, a, b)
+        three = jax.tree.map(lambda n, o: jnp.stack([n, TRUST * n - o, TRUST * o - n]), new, old)
+    proper = jax.vmap(family.proper)(three)
+    return proper[0] & (free | (proper[1] & proper[2]))
 
 
 def steps_within(
