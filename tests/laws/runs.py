@@ -1,6 +1,7 @@
 """One method's runs, each made when a law first asks for it, and kept: they share most programs."""
 
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from sealed import sealed
 from table import LONG, METHODS, SLOW, silos_for
 
 import numpyro_fed as nf
-from numpyro_fed.algorithm import FederatedAlgorithm
+from numpyro_fed.algorithm import FederatedAlgorithm, Phase
 from numpyro_fed.data import stack
 from numpyro_fed.engines.vmap import Vmap
 
@@ -35,12 +36,14 @@ class Impatient(Vmap):
 
     chunk = HALF
 
-    def __init__(self, algorithm: FederatedAlgorithm) -> None:
-        object.__setattr__(self, "algorithm", algorithm)
+    def __init__(self, phase: Phase) -> None:
+        heard = SimpleNamespace(started=np.ones((), bool), visits=np.ones(1))  # of methods that have two, by the server
+        own = phase.algorithm, phase.algorithm if phase.suited is None else phase.suited(heard)
+        object.__setattr__(self, "algorithms", own)
 
     def rounds(self, algorithm: FederatedAlgorithm, *args: Any, **options: Any) -> Any:
         first = args[4]
-        if algorithm is self.algorithm and first >= HALF:
+        if any(algorithm is own for own in self.algorithms) and first >= HALF:
             raise KeyboardInterrupt
         return super().rounds(algorithm, *args, **options)
 
@@ -72,7 +75,7 @@ class Runs:
 
     @cached_property
     def interrupted(self) -> nf.Fit:
-        return self.run(self.silos, engine=Impatient(compiled(self.method, self.silos).algorithm))
+        return self.run(self.silos, engine=Impatient(compiled(self.method, self.silos).phase))
 
     @cached_property
     def plain(self) -> nf.Fit:

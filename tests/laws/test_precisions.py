@@ -30,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # as little work as runs every line
     "identity": dict(num_steps=5),
 }
 LINEAR = ("iasg", "fisher", "ngvi", "identity")  # of a diagonal family, for models without locals
-LOCAL = ("importance", "hmc", "laplace")  # an integral of its own, draws of both together, and neither
+LOCAL = ("importance", "stein", "hmc", "laplace")  # integrals, draws of both together, and neither
 
 
 def groups(y):
@@ -113,7 +113,7 @@ def test_two_rounds_in_either_precision(case: tuple[str, bool]) -> None:
 
 
 def test_every_solver_is_among_them() -> None:
-    assert set(SETTINGS) | {"importance", "laplace"} == set(SOLVERS)
+    assert set(SETTINGS) | {"importance", "stein", "laplace"} == set(SOLVERS)
 
 
 def test_every_method_is_among_them() -> None:
