@@ -17,6 +17,7 @@ import numpy as np
 
 from numpyro_fed.algorithm import Begun, FederatedAlgorithm, Left, Phase, Plan, Program
 from numpyro_fed.checks import is_number
+from numpyro_fed.host import put
 from numpyro_fed.local import integrate, minibatch
 from numpyro_fed.local.conditional import LocalLaplace
 from numpyro_fed.local.integrate import Marginal
@@ -119,7 +120,7 @@ class Factorised(Method):
         check = Phase(
             "nodes",
             chosen.nodes,
-            begin=lambda left, fresh: Begun(left.server) if np.max(left.server.moving) < NEARLY else None,
+            begin=lambda left, fresh: Begun(left.server) if np.max(np.asarray(left.server.moving)) < NEARLY else None,
             finish=lambda left, server, info: _enough_nodes(chosen, left, float(info["node_shift"][-1])),
             role="check",
             effort="least",
@@ -197,11 +198,11 @@ class Factorised(Method):
         first = longest if self.damping is None else self.damping
         with jax.enable_x64(True):
             return server._replace(
-                step=jnp.asarray(step, jnp.float64),
-                initial_step=jnp.asarray(first, jnp.float64),
-                robbins_monro=jnp.asarray(free and self._averaged(solver, plan)),
-                averaged=jnp.asarray(self._averaged(solver, plan)),
-                backtrack=jnp.asarray(free and plan.cohort is None),  # else rounds are different silos' moves
+                step=put(np.float64(step)),
+                initial_step=put(np.float64(first)),
+                robbins_monro=put(free and self._averaged(solver, plan)),
+                averaged=put(self._averaged(solver, plan)),
+                backtrack=put(free and plan.cohort is None),  # else rounds are different silos' moves
             )
 
     def _from_warm_start(self, solver: Solver, warm: WarmStart, server: SitesServer) -> tuple[SitesServer, Natural]:

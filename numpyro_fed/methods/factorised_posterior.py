@@ -56,8 +56,8 @@ class SitesPosterior:
         return silo.local_posterior.at(z, eps)
 
     @property
-    def local_program(self) -> type:
-        return type(self)
+    def local_program(self) -> tuple:
+        return type(self), self.family, self.tied
 
     def local_context(self, server: Any) -> tuple:
         """Silos need nothing: their locals' normal is their own."""

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import init_to_sample
 
+from numpyro_fed.host import put
 from numpyro_fed.model.initial import initial
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import Family, Natural
@@ -59,13 +59,13 @@ def _exact(split: SplitModel, family: Family) -> Prior | None:
         if precision is None:
             return None
         both = jax.jit(jax.value_and_grad(log_prior), compiler_options=UNOPTIMISED)
-        at_zero = both(jnp.zeros(d))[0]
+        at_zero = both(np.zeros(d))[0]
         place = _places(d)[0]  # not at zero, where NumPyro's gradients of logits are wrong
         times = precision @ place if np.ndim(precision) == 2 else precision * place
-        slope = np.asarray(both(jnp.asarray(place))[1]) + times
+        slope = np.asarray(both(place)[1]) + times
         if not _linear(both, slope, precision):
             return None
-        return Prior(Natural(jnp.asarray(precision), jnp.asarray(slope, jnp.float64)), True, float(at_zero))
+        return Prior(Natural(*put((precision, slope))), True, float(at_zero))
 
 
 def _linear(both: Callable, slope: np.ndarray, precision: np.ndarray) -> bool:
@@ -75,7 +75,7 @@ def _linear(both: Callable, slope: np.ndarray, precision: np.ndarray) -> bool:
         times = precision @ z if dense else precision * z
         size = np.abs(precision) @ np.abs(z) if dense else np.abs(times)
         allowed = 1e-5 * (np.abs(slope) + size) + 1e-9
-        if not np.all(np.abs(both(jnp.asarray(z))[1] - (slope - times)) <= allowed):
+        if not np.all(np.abs(np.asarray(both(z)[1]) - (slope - times)) <= allowed):
             return False
     return True
 
@@ -87,7 +87,7 @@ def _places(d: int) -> np.ndarray:
 def _dense(log_prior: Callable, d: int, family: Family) -> np.ndarray | None:
     """The precision, if the log density is quadratic and the family can keep it."""
     hessian = jax.jit(jax.hessian(log_prior), compiler_options=UNOPTIMISED)
-    found = np.stack([hessian(jnp.asarray(z)) for z in _places(d)])
+    found = np.stack([np.asarray(hessian(z)) for z in _places(d)])
     size = np.max(np.abs(found))
     scale = np.sqrt(np.max(np.abs(np.diagonal(found, axis1=1, axis2=2)), axis=0))
     unit = np.outer(scale, scale)  # of each pair: one tight prior must not hide what another is
@@ -106,7 +106,7 @@ def _diagonal(log_prior: Callable, d: int, family: Family) -> np.ndarray | None:
     """
     times = jax.jit(lambda z, v: jax.jvp(jax.grad(log_prior), (z,), (v,))[1], compiler_options=UNOPTIMISED)
     probes = np.concatenate([np.ones((1, d)), np.random.default_rng(1).normal(size=(2, d))])
-    found = np.stack([[times(jnp.asarray(z), jnp.asarray(v)) for v in probes] for z in _places(d)])
+    found = np.stack([[np.asarray(times(z, v)) for v in probes] for z in _places(d)])
     size = np.max(np.abs(found))
     quadratic = np.all(np.isfinite(found)) and np.max(np.abs(found - found[0])) <= 1e-5 * size
     diagonal = found[0, 0]

@@ -26,13 +26,14 @@ from scipy.special import logsumexp
 
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase
 from numpyro_fed.data.padding import SiloData
+from numpyro_fed.host import folded, put, real_dtype
 from numpyro_fed.keys import digest
 from numpyro_fed.local.integrate import Marginal, silo_factor, start_frame
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
-from numpyro_fed.normal.newton import Search, advance, derivatives, start_search
+from numpyro_fed.normal.newton import Search, advance, derivatives
 from numpyro_fed.results.looks import FAR, ModesLook, told
 from numpyro_fed.results.scalars import scalars
 from numpyro_fed.results.verdict import Evidence, globals_at
@@ -81,7 +82,7 @@ def searches_round(split: SplitModel, marginal: Marginal, num: int) -> Federated
     lower = np.tril_indices(d)
 
     def init(key: Array) -> SearchServer:
-        return begun(jnp.zeros((num, d)), split.theta, jnp.zeros(d), jnp.eye(d))
+        return begun(np.zeros((num, d), real_dtype()), split.theta, np.zeros(d), np.eye(d))
 
     def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> Any:
         """The locals' modes, where they are looked for next: for each search its own."""
@@ -137,13 +138,16 @@ def searches_round(split: SplitModel, marginal: Marginal, num: int) -> Federated
 def _ended(server: SearchServer) -> Array:
     """Searches that have come to an end, or to where q is, stay there: bool (K,)."""
     off = (server.search.x - server.mean) @ server.whitening.T
-    home = jnp.isfinite(server.search.value) & (jnp.sum(off**2, axis=1) <= HOME**2)
+    home = (abs(server.search.value) < np.inf) & ((off**2).sum(axis=1) <= HOME**2)
     return home | (server.search.gain <= CONVERGED)
 
 
-def begun(points: Array, theta: dict[str, Array], mean: Array, whitening: Array) -> SearchServer:
-    search = jax.vmap(start_search)(points)
-    return SearchServer(search._replace(damping=jnp.full(len(points), DAMPING)), theta, mean, whitening)
+def begun(points: np.ndarray, theta: dict[str, Array], mean: np.ndarray, whitening: np.ndarray) -> SearchServer:
+    (num, d), dtype = points.shape, points.dtype
+    unknown, curvature = np.full(num, np.inf, dtype), np.broadcast_to(np.eye(d, dtype=dtype), (num, d, d))
+    damping = np.full(num, DAMPING, dtype)
+    search = Search(points, points, -unknown, curvature, np.zeros_like(points), damping, unknown)
+    return SearchServer(put(search), theta, *put((mean.astype(dtype), whitening.astype(dtype))))
 
 
 def _marginal(marginal: Marginal, split: SplitModel) -> Marginal:
@@ -154,7 +158,6 @@ def _marginal(marginal: Marginal, split: SplitModel) -> Marginal:
 
 def starts(split: SplitModel, key: Array, mean: np.ndarray, sds: np.ndarray) -> np.ndarray:
     """Where the searches begin, (K, d), the most telling ones first; see the module."""
-    dtype = jnp.zeros(()).dtype
     num = next(number for most, number in SEARCHES if split.dim <= most)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
     sizes = [int(np.prod(shape)) for shape in split.global_shapes.values()]
@@ -177,7 +180,7 @@ def starts(split: SplitModel, key: Array, mean: np.ndarray, sds: np.ndarray) -> 
     for point in each:
         if np.all(np.isfinite(point)) and not any(np.allclose(point, other) for other in different):
             different.append(point)
-    return np.stack(different[1 : num + 1]).astype(dtype)
+    return np.stack(different[1 : num + 1]).astype(real_dtype())
 
 
 def look_for_modes(
@@ -190,10 +193,10 @@ def look_for_modes(
     if marginal.kind == "importance_weighted" and marginal.rows == "whole":
         return "other modes were not looked for: locals that meet in a term cannot be integrated out well enough"
     mean, sds = np.asarray(normal.mean, np.float64), np.sqrt(np.diagonal(np.asarray(normal.covariance, np.float64)))
-    points = starts(split, jax.random.fold_in(runner.key, MODES), mean, sds)
-    few, dtype = _marginal(marginal, split), points.dtype
+    points = starts(split, folded(runner.key, MODES), mean, sds)
+    few = _marginal(marginal, split)
     whitening = np.linalg.inv(np.linalg.cholesky(np.asarray(normal.covariance, np.float64)))
-    server = begun(jnp.asarray(points), theta, jnp.asarray(mean, dtype), jnp.asarray(whitening, dtype))
+    server = begun(points, theta, mean, whitening)
     algorithm = remembered(
         partial(searches_round, split, few, len(points)), "modes", ByIdentity(split), few, len(points)
     )
@@ -244,7 +247,7 @@ def found_modes(
     own = max([own, *(mass for mass, distance in zip(masses, distances, strict=True) if distance <= FAR)])
     between = [(at.x[i] - at.x[j]) @ at.precision[i] @ (at.x[i] - at.x[j]) for i in kept for j in kept]
     apart = float(np.sqrt(max([0.0, *between])))
-    num, ended = len(at.x), int(np.sum(_ended(server)))
+    num, ended = len(at.x), int(np.sum(_ended(jax.tree.map(np.asarray, server))))
     look = ModesLook(np.array(masses), np.array(distances), own, num, ended, apart)
     if look.other is None:
         return look
