@@ -9,6 +9,7 @@ split's certificate holds on their data (:mod:`numpyro_fed.model.certificate`).
 """
 
 import json
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -70,13 +71,14 @@ def answer(split: SplitModel, batch_size: int | None, data: SiloData) -> Answer:
 
 
 def _algorithm(split: SplitModel, batch_size: int | None, num: int, like: SiloData) -> FederatedAlgorithm:
-    shapes = jax.eval_shape(lambda data: answer(split, batch_size, data), like)
+    told = jax.jit(partial(answer, split, batch_size), inline=True)
+    shapes = jax.eval_shape(told, like)
 
     def init(key: Any) -> Answer:
         return zeros_like(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num, *leaf.shape), leaf.dtype), shapes))
 
     def silo_step(key: Any, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Answer, tuple]:
-        return answer(split, batch_size, data), silo
+        return told(data), silo
 
     def aggregate(messages: Answer, cohort: Cohort) -> Answer:
         order = jnp.argsort(jnp.asarray(cohort.index))  # engines stack messages by bucket
