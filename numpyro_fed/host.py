@@ -10,8 +10,10 @@ True
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+THREEFRY = "threefry2x32"
 WORD = 0xFFFFFFFF
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
@@ -39,18 +41,23 @@ def zeros_like(shapes: Any) -> Any:
 
 def key_of(seed: int) -> Any:
     """``jax.random.key(seed)``, of a seed of 32 bits."""
-    if str(jax.config.jax_default_prng_impl) != "threefry2x32":
+    if str(getattr(jax.config, "jax_default_prng_impl", "")) != THREEFRY:
         return jax.random.key(seed)
-    return jax.random.wrap_key_data(np.array([0, seed], np.uint32))
+    return _key(0, seed)
 
 
 def folded(key: Any, word: int) -> Any:
     """``jax.random.fold_in(key, word)``, the same bits."""
-    typed = not isinstance(key, jax.core.Tracer) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not typed or str(jax.random.key_impl(key)) != "threefry2x32" or key.shape:
+    typed = not isinstance(key, jax.core.Tracer) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed or str(jax.random.key_impl(key)) != THREEFRY or key.shape:
         return jax.random.fold_in(key, word)
     first, second = np.asarray(jax.random.key_data(key)).tolist()
-    return jax.random.wrap_key_data(np.array(_threefry(first, second, 0, int(word) & WORD), np.uint32))
+    return _key(*_threefry(first, second, 0, int(word) & WORD))
+
+
+def _key(first: int, second: int) -> Any:
+    words: Any = np.array([first, second], np.uint32)
+    return jax.random.wrap_key_data(words, impl=THREEFRY)
 
 
 def _threefry(first: int, second: int, x: int, y: int) -> tuple[int, int]:

@@ -74,12 +74,12 @@ def _chosen(silos: Silos, axes: tuple[Axis, ...], count: int, seed: int) -> list
     return [names[0], names[-1], *(names[i] for i in middle)]
 
 
-def _point(split: SplitModel, seed: int, plain: SiloData, padded: SiloData) -> tuple[np.ndarray, dict, dict]:
+def _point(split: SplitModel, seed: int, plain: SiloData, padded: SiloData) -> tuple[Any, dict, dict]:
     """A random point: z_G, z_L with values in the padded rows too, and z_L without padded rows."""
     draws = np.random.default_rng(seed)
     dtype = real_dtype()
     z = draws.normal(scale=0.5, size=split.dim).astype(dtype)
-    full = {
+    full: dict[str, Any] = {
         group.name: draws.normal(scale=0.5, size=(group.num_rows(padded.mask), group.size)).astype(dtype)
         for group in split.groups
     }

@@ -161,7 +161,7 @@ def look_at_locals(
         return f"nf.{runner.label} has no density of the locals given the globals, so they were not looked at"
     num, key = num_draws(split, runner.stack), folded(runner.key, LOCALS)
     counts = {group.name: np.zeros((), jnp.result_type(int)) for group in split.groups}
-    unknown = put(LocalsMessage({group: np.zeros((), real_dtype()) for group in counts}, counts, counts))
+    unknown = LocalsMessage(*put(({group: np.zeros((), real_dtype()) for group in counts}, counts, counts)))
     begun = LocalsServer(jax.random.key_data(key), server, unknown)
     make = partial(locals_round, split, posterior, rows, num, jax.random.key_impl(key))
     shared = getattr(posterior, "local_program", ByIdentity(posterior))

@@ -146,8 +146,8 @@ def begun(points: np.ndarray, theta: dict[str, Array], mean: np.ndarray, whiteni
     (num, d), dtype = points.shape, points.dtype
     unknown, curvature = np.full(num, np.inf, dtype), np.broadcast_to(np.eye(d, dtype=dtype), (num, d, d))
     damping = np.full(num, DAMPING, dtype)
-    search = Search(points, points, -unknown, curvature, np.zeros_like(points), damping, unknown)
-    return SearchServer(put(search), theta, *put((mean.astype(dtype), whitening.astype(dtype))))
+    search = put((points, points, -unknown, curvature, np.zeros_like(points), damping, unknown))
+    return SearchServer(Search(*search), theta, put(mean.astype(dtype)), put(whitening.astype(dtype)))
 
 
 def _marginal(marginal: Marginal, split: SplitModel) -> Marginal:
