@@ -117,7 +117,7 @@ def log_target(
     split, out = runner.split, []
     for start in range(0, len(points), BLOCK):
         block, place = points[start : start + BLOCK], np.asarray(first + start, np.int32)
-        sent = TargetBroadcast(*put((block, place, centre.astype(block.dtype))), theta=theta)
+        sent = TargetBroadcast(put(block), put(place), put(centre.astype(block.dtype)), theta)
         size = len(block)
         make = partial(target_round, split, marginal, size)
         phase = Phase(

@@ -119,7 +119,7 @@ def look_at_theta(
         return "theta was not looked at: the density is zero at every point"
     weights = weights / np.sum(weights)
     dtype, num = points.dtype, len(points)
-    sent = ThetaBroadcast(*put((points, weights.astype(dtype), centre.astype(dtype))), theta=theta)
+    sent = ThetaBroadcast(put(points), put(weights.astype(dtype)), put(centre.astype(dtype)), theta)
     unknown = ThetaMessage(*put((np.zeros((num, size), dtype), np.zeros(size * (size + 1) // 2, dtype))))
     phase = Phase(
         "theta",
