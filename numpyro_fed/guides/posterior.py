@@ -124,13 +124,15 @@ class GuidePosterior:
         known = concrete((params, base))
         module: Any = np if known else jnp  # the host compiles nothing
         params, base = jax.tree.map(module.asarray, (params, base))
-        mean, scale = guide.mean_global(params, base), module.exp(params["log_scale"])
-        if guide.global_cov == "full":
-            unit = module.tril(params["tril"], -1) + module.eye(self.split.dim, dtype=mean.dtype)
-            root, factor = base.scale @ (scale[:, None] * unit), None
-        else:
-            factor = (base.scale[:, None] * params["factor"]).T if guide.global_cov == "low_rank" else None
-            root = base.scale * scale
+        with np.errstate(all="ignore"):
+            mean, scale, factor = guide.mean_global(params, base), module.exp(params["log_scale"]), None
+            if guide.global_cov == "full":
+                unit = module.tril(params["tril"], -1) + module.eye(self.split.dim, dtype=mean.dtype)
+                root = base.scale @ (scale[:, None] * unit)
+            else:
+                root = base.scale * scale
+            if guide.global_cov == "low_rank":
+                factor = (base.scale[:, None] * params["factor"]).T
         return Normal(*(put((mean, root, factor)) if known else (mean, root, factor)))
 
     def silo_elbo(self, key: Key, z: Array, server: GuideServer, silo: PyTree, data: SiloData) -> Array:

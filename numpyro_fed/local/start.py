@@ -33,7 +33,8 @@ class WarmStart(NamedTuple):
         """Marginal sds."""
         if self.chol is None or not concrete(self.chol):
             return self.sd if self.chol is None else jnp.sqrt(jnp.sum(self.chol**2, axis=1))
-        return put(np.sqrt(np.sum(np.asarray(self.chol) ** 2, axis=1)))
+        with np.errstate(all="ignore"):
+            return put(np.sqrt(np.sum(np.asarray(self.chol) ** 2, axis=1)))
 
 
 class LocalStart(NamedTuple):

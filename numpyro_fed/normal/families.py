@@ -65,7 +65,7 @@ def _leafwise(function: Callable, *factors: Natural) -> Natural:
     """In float64; by the host where factors are known: it compiles nothing."""
     if not concrete(factors):
         return in_x64(lambda *factors: jax.tree.map(function, *factors))(*factors)
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), np.errstate(all="ignore"):
         own = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), factors)
         return put(jax.tree.map(function, *own))
 

@@ -229,13 +229,14 @@ def converged(info: dict[str, Any]) -> bool:
 def mode_to_warm_start(split: SplitModel, server: ModeServer) -> WarmStart:
     """The end of mode finding as a start: its point, and the inverse of its curvature given theta."""
     d, x, precision = split.dim, np.asarray(server.search.x), np.asarray(server.search.precision, np.float64)
-    scale = 1 / np.sqrt(np.maximum(np.abs(np.diagonal(precision)), LEAST))
-    try:
-        values, vectors = np.linalg.eigh(precision[:d, :d] * scale[:d, None] * scale[:d])
-        root = scale[:d, None] * vectors / np.sqrt(np.maximum(np.abs(values), LEAST_CURVATURE))
-        chol = np.linalg.cholesky(root @ root.T)
-    except np.linalg.LinAlgError:
-        chol = np.full((d, d), np.nan)
+    with np.errstate(all="ignore"):
+        scale = 1 / np.sqrt(np.maximum(np.abs(np.diagonal(precision)), LEAST))
+        try:
+            values, vectors = np.linalg.eigh(precision[:d, :d] * scale[:d, None] * scale[:d])
+            root = scale[:d, None] * vectors / np.sqrt(np.maximum(np.abs(values), LEAST_CURVATURE))
+            chol = np.linalg.cholesky(root @ root.T)
+        except np.linalg.LinAlgError:
+            chol = np.full((d, d), np.nan)
     unravel = ravel_pytree(split.theta)[1]
     scale = scale.astype(x.dtype)
     own = put(x[:d]), put(chol.astype(x.dtype)), put(scale[:d])

@@ -247,7 +247,8 @@ def found_modes(
     own = max([own, *(mass for mass, distance in zip(masses, distances, strict=True) if distance <= FAR)])
     between = [(at.x[i] - at.x[j]) @ at.precision[i] @ (at.x[i] - at.x[j]) for i in kept for j in kept]
     apart = float(np.sqrt(max([0.0, *between])))
-    num, ended = len(at.x), int(np.sum(_ended(jax.tree.map(np.asarray, server))))
+    with np.errstate(all="ignore"):  # a search may well leave the support
+        num, ended = len(at.x), int(np.sum(_ended(jax.tree.map(np.asarray, server))))
     look = ModesLook(np.array(masses), np.array(distances), own, num, ended, apart)
     if look.other is None:
         return look
