@@ -2,6 +2,7 @@
 
 from numpyro_fed import algorithm, engines, gi, guides, prepare, schedules, solvers
 from numpyro_fed.algorithm import Posterior
+from numpyro_fed.cache import enable_cache
 from numpyro_fed.data import datasets, partitioners
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.split import split
@@ -64,6 +65,7 @@ __all__ = [
     "algorithm",
     "compare",
     "datasets",
+    "enable_cache",
     "engines",
     "evaluate",
     "gi",

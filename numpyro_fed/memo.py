@@ -1,5 +1,6 @@
 """Values that are made once: engines take algorithms as static arguments, so the same one must be the same object."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 KEPT = 128
 
 _kept: "OrderedDict[Hashable, Any]" = OrderedDict()
+_lock = threading.Lock()
 
 
 class ByIdentity(NamedTuple):
@@ -27,15 +29,19 @@ def remembered(make: Callable[[], Any], *key: Hashable) -> Any:
     >>> remembered(lambda: object(), "a", 1) is remembered(lambda: object(), "a", 1)
     True
     """
-    if key in _kept:
-        _kept.move_to_end(key)
-        return _kept[key]
-    _kept[key] = made = make()
-    while len(_kept) > KEPT:
-        _kept.popitem(last=False)
+    with _lock:
+        if key in _kept:
+            _kept.move_to_end(key)
+            return _kept[key]
+    made = make()  # which may ask for others
+    with _lock:
+        made = _kept.setdefault(key, made)  # another thread's, where it was faster
+        while len(_kept) > KEPT:
+            _kept.popitem(last=False)
     return made
 
 
 def forget() -> None:
     """Everything is made anew, as in a fresh process."""
-    _kept.clear()
+    with _lock:
+        _kept.clear()

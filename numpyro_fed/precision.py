@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import FederatedAlgorithm
+from numpyro_fed.host import put, real_dtype
 
 Array = jax.Array
 # XLA's fusion emitters take half of the time to compile, and gain little in programs of this size.
@@ -40,7 +41,7 @@ def in_x64(function: Callable) -> Callable:
 
 def to_user_dtype(tree: Any) -> Any:
     """Float64 leaves in the precision of the user's program."""
-    dtype = jnp.zeros(()).dtype
+    dtype = real_dtype()
     with jax.enable_x64(True):
         return jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.dtype == jnp.float64 else leaf, tree)
 
@@ -59,7 +60,7 @@ def stacked(trees: list[Any]) -> Any:
 
 def strong(tree: Any) -> Any:
     """Arrays whose type does not give way to others': a weakly typed start would compile the same program twice."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf, tree)
+    return jax.tree.map(lambda leaf: put(leaf) if getattr(leaf, "weak_type", False) else leaf, tree)
 
 
 @lru_cache(maxsize=64)

@@ -17,6 +17,7 @@ import numpy as np
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.inputs import leaves
 from numpyro_fed.data.silos import Silos
+from numpyro_fed.host import put
 
 
 class SiloData(NamedTuple):
@@ -89,7 +90,7 @@ def call_spec(silos: Silos, axes: tuple[Axis, ...]) -> CallSpec:
 
 def shared_arrays(silos: Silos) -> tuple[Any, ...]:
     """The arrays among the shared arguments, on the device, in the order of ``CallSpec.shared``."""
-    return tuple(jnp.asarray(leaf) for _, leaf in leaves(silos.shared) if not isinstance(leaf, int))
+    return tuple(put(leaf) for _, leaf in leaves(silos.shared) if not isinstance(leaf, int))
 
 
 def silo_data(
@@ -97,7 +98,7 @@ def silo_data(
 ) -> SiloData:
     """One silo's data, padded to ``lengths`` (its own lengths when not given). Call it in the silo's room."""
     own = padded_data(silos, name, spec, axes, lengths)
-    return _on_device(own)._replace(shared=shared_arrays(silos))
+    return put(own)._replace(shared=shared_arrays(silos))
 
 
 def from_arguments(kwargs: dict[str, Any], spec: CallSpec, lengths: dict[str, int]) -> SiloData:
@@ -162,7 +163,3 @@ def padded_data(
 def _repeat_last(array: np.ndarray, length: int) -> np.ndarray:
     extra = length - array.shape[0]
     return array if extra == 0 else np.concatenate([array, np.repeat(array[-1:], extra, axis=0)])
-
-
-def _on_device(data: SiloData) -> SiloData:
-    return jax.tree.map(jnp.asarray, data)

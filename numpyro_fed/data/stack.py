@@ -10,13 +10,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.inputs import leaves, shared_digest
 from numpyro_fed.data.padding import CallSpec, SiloData, padded_data, shared_arrays
 from numpyro_fed.data.silos import Silos, at_silo
+from numpyro_fed.host import put
 from numpyro_fed.keys import identities
 
 Array = jax.Array
@@ -204,9 +204,9 @@ class Stack:
         if self.known:
             lengths = self.buckets[self.place(name)[0]].lengths
             own = padded_data(self.silos, name, self.spec, self.axes, lengths)
-            return jax.tree.map(jnp.asarray, own)._replace(shared=self.shared)
+            return put(own)._replace(shared=self.shared)
         _, args, mask = self.cohort([self.index(name)])
-        args, mask = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), (args, mask))
+        args, mask = put(jax.tree.map(lambda leaf: leaf[0], (args, mask)))
         return SiloData(args, mask, self.shared)
 
     @cached_property
@@ -218,7 +218,7 @@ class Stack:
             for name in bucket.names:
                 with at_silo(name):
                     members.append(padded_data(self.silos, name, self.spec, self.axes, bucket.lengths))
-            data = jax.tree.map(lambda *rows: jnp.asarray(np.stack(rows)), *members)
+            data = jax.tree.map(lambda *rows: jax.device_put(np.stack(rows)), *members)
             out.append((data.args, data.mask))
         return tuple(out)
 

@@ -11,6 +11,7 @@ from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm, PyTree
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
+from numpyro_fed.host import key_of
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def traffic(algorithm: FederatedAlgorithm, server: PyTree, silo: PyTree | None, 
 
     Without ``silo``, a fresh one's.
     """
-    key = jax.random.key(0)
+    key = key_of(0)
     broadcast = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key, s), 0), server)
     if silo is None:
         silo = jax.eval_shape(algorithm.init_silo, key, broadcast, data)

@@ -4,10 +4,12 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_fed.algorithm import Key, PyTree
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.guides.normal import GlobalBase, GlobalNormal
+from numpyro_fed.host import concrete, put
 from numpyro_fed.local import conditional
 from numpyro_fed.local.bound import Weighting, silo_bound
 from numpyro_fed.local.start import LocalStart, WarmStart
@@ -119,12 +121,19 @@ class GuidePosterior:
         guide, params, base = self.guide, server.params, server.base
         if not isinstance(guide, GlobalNormal):
             return None
-        mean, scale = guide.mean_global(params, base), jnp.exp(params["log_scale"])
-        if guide.global_cov == "full":
-            unit = jnp.tril(params["tril"], -1) + jnp.eye(self.split.dim)
-            return Normal(mean, base.scale @ (scale[:, None] * unit))
-        factor = (base.scale[:, None] * params["factor"]).T if guide.global_cov == "low_rank" else None
-        return Normal(mean, base.scale * scale, factor)
+        known = concrete((params, base))
+        module: Any = np if known else jnp  # the host compiles nothing
+        params, base = jax.tree.map(module.asarray, (params, base))
+        with np.errstate(all="ignore"):
+            mean, scale, factor = guide.mean_global(params, base), module.exp(params["log_scale"]), None
+            if guide.global_cov == "full":
+                unit = module.tril(params["tril"], -1) + module.eye(self.split.dim, dtype=mean.dtype)
+                root = base.scale @ (scale[:, None] * unit)
+            else:
+                root = base.scale * scale
+            if guide.global_cov == "low_rank":
+                factor = (base.scale[:, None] * params["factor"]).T
+        return Normal(*(put((mean, root, factor)) if known else (mean, root, factor)))
 
     def silo_elbo(self, key: Key, z: Array, server: GuideServer, silo: PyTree, data: SiloData) -> Array:
         if self.weighting is None:

@@ -22,6 +22,7 @@ from numpyro_fed.checks import check_key, warn_user
 from numpyro_fed.data.padding import SiloData, without_padding
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.stack import Stack, stack_of
+from numpyro_fed.host import folded
 from numpyro_fed.judge.effective import constant, num_effective
 from numpyro_fed.judge.pooled import Point, chains
 from numpyro_fed.keys import fold_in_name, identity
@@ -155,7 +156,7 @@ def nuts(
     fixed = _fixed_theta(split, theta)
     data = stack_of(silos, silos, split.spec, split.partition.axes)
     # a chain's key depends on its number alone, not on how many chains there are
-    keys = [jax.random.fold_in(key, chain) for chain in range(num_chains)]
+    keys = [folded(key, chain) for chain in range(num_chains)]
     unconstrained, extra = chains(split, data, fixed, keys, num_warmup, num_samples, progress_bar, nuts_options)
     draws = _constrained_global(split, unconstrained["z"], fixed)
     reference = Reference(

@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
+from numpyro_fed.host import real_dtype, zeros_like
 from numpyro_fed.model.split_model import SplitModel
 
 Array = jax.Array
@@ -51,8 +52,10 @@ def potential(split: SplitModel, theta: dict[str, Array], buckets: Any, shared: 
 def origin(split: SplitModel, data: Stack) -> Point:
     """Zeros in the shape of the sampler's state: z_G, and each bucket's z_L stacked over its silos."""
     buckets = zip(data.buckets, data.arrays, strict=True)
-    local = tuple(split.zeros_locals(mask, len(bucket.names)) for bucket, (_, mask) in buckets)
-    return {"z": jnp.zeros(split.dim), "local": local}
+    local = tuple(
+        jax.eval_shape(partial(split.zeros_locals, num=len(bucket.names)), mask) for bucket, (_, mask) in buckets
+    )
+    return zeros_like({"z": jax.ShapeDtypeStruct((split.dim,), real_dtype()), "local": local})
 
 
 def start(energy: Callable[[Point], Array], zeros: Point, key: Array) -> tuple[Point, Array]:

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_fed.algorithm import PyTree
+from numpyro_fed.host import concrete, put
 
 Array = jax.Array
 
@@ -30,7 +32,10 @@ class WarmStart(NamedTuple):
     @property
     def unit(self) -> Array:
         """Marginal sds."""
-        return self.sd if self.chol is None else jnp.sqrt(jnp.sum(self.chol**2, axis=1))
+        if self.chol is None or not concrete(self.chol):
+            return self.sd if self.chol is None else jnp.sqrt(jnp.sum(self.chol**2, axis=1))
+        with np.errstate(all="ignore"):
+            return put(np.sqrt(np.sum(np.asarray(self.chol) ** 2, axis=1)))
 
 
 class LocalStart(NamedTuple):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 from tqdm.auto import tqdm
 
@@ -22,6 +21,7 @@ from numpyro_fed.engines.base import Engine
 from numpyro_fed.engines.choose import check_engine, default_engine
 from numpyro_fed.engines.stale import current
 from numpyro_fed.engines.vmap import Vmap
+from numpyro_fed.host import key_of
 from numpyro_fed.model.mixing import meant
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
@@ -151,7 +151,7 @@ class Method:
     def _plan(self, silos: Any, schedule: Schedule, num_rounds: int | None, engine: Engine) -> Plan:
         """What is known of the run before anybody is asked; what does not go together says so now."""
         names, stale = silos.names, schedules.stale(schedule)
-        cohort = schedule.cohorts(jax.random.key(0), names, 0, 1)
+        cohort = schedule.cohorts(key_of(0), names, 0, 1)
         if stale and not self.accepts_stale:
             raise ValueError(
                 f"nf.{type(self).__name__} needs replies to its newest broadcast, so it has no asynchronous schedule: "

@@ -17,6 +17,7 @@ import numpy as np
 
 from numpyro_fed.algorithm import Begun, FederatedAlgorithm, Left, Phase, Plan, Program
 from numpyro_fed.checks import is_number
+from numpyro_fed.host import put
 from numpyro_fed.local import integrate, minibatch
 from numpyro_fed.local.conditional import LocalLaplace
 from numpyro_fed.local.integrate import Marginal
@@ -206,14 +207,14 @@ class Factorised(Method):
         longest, free = solver.step(split.dim, as_family(self.family)), self.damping is None
         step = min(0.5 if plan.stale or plan.random else 1.0, longest) if self.damping is None else self.damping
         first = longest if self.damping is None else self.damping
-        on_host: dict[str, Any] = dict(
-            step=np.asarray(step, np.float64),
-            initial_step=np.asarray(first, np.float64),
-            robbins_monro=np.asarray(free and self._averaged(solver, plan)),
-            averaged=np.asarray(self._averaged(solver, plan)),
-            backtrack=np.asarray(free and plan.cohort is None),  # else rounds are different silos' moves
-        )
-        return server._replace(**on_host)
+        with jax.enable_x64(True):
+            return server._replace(
+                step=put(np.float64(step)),
+                initial_step=put(np.float64(first)),
+                robbins_monro=put(free and self._averaged(solver, plan)),
+                averaged=put(self._averaged(solver, plan)),
+                backtrack=put(free and plan.cohort is None),  # else rounds are different silos' moves
+            )
 
     def _from_warm_start(self, solver: Solver, warm: WarmStart, server: SitesServer) -> tuple[SitesServer, Any]:
         """Sites, known or equal parts, whose product with the prior is what was found before; and that, if asked."""
@@ -223,9 +224,10 @@ class Factorised(Method):
             visits=np.ones(server.visits.shape, server.visits.dtype),
             moving=np.full(server.moving.shape, UNHEARD, server.moving.dtype),
         )
-        server = server._replace(**heard)
+        server = server._replace(**put(heard))
         if warm.sites and not self.tied and family.kind == "full":
-            return server._replace(sites=Sites(*warm.sites)), ()
+            with jax.enable_x64(True):
+                return server._replace(sites=Sites(*put(warm.sites))), ()
         mean, sd = np.asarray(warm.loc, np.float64), np.asarray(warm.sd, np.float64)
         if warm.chol is None:
             covariance = np.diag(sd**2) if family.kind == "full" else sd**2

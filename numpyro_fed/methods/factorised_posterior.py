@@ -13,7 +13,7 @@ from numpyro_fed.local.integrate import DRAWS, Marginal, silo_factor
 from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal import sites
-from numpyro_fed.normal.families import Natural, as_family, host_moments
+from numpyro_fed.normal.families import Natural, as_family
 from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.results.influence import Factors
@@ -56,8 +56,8 @@ class SitesPosterior:
         return silo.local_posterior.at(z, eps)
 
     @property
-    def local_program(self) -> type:
-        return type(self)
+    def local_program(self) -> tuple:
+        return type(self), self.family, self.tied
 
     def local_context(self, server: Any) -> tuple:
         """Silos need nothing: their locals' normal is their own."""
@@ -76,13 +76,7 @@ class SitesPosterior:
 
     def normal(self, server: Any) -> Normal:
         """In float64; NaN where the sites' product is improper."""
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(server.sites)):
-            return Normal(*self.family.moments(self.q(server)))
-        prior, each = (jax.tree.map(np.asarray, factor) for factor in server.sites)
-        total = each if self.tied else jax.tree.map(lambda leaf: leaf.sum(axis=0), each)
-        q = jax.tree.map(np.add, prior, total)
-        found: Any = host_moments(self.family, q)
-        return Normal(*found)
+        return Normal(*self.family.moments(self.q(server)))
 
     def _normal(self, server: Any) -> Normal:
         """In the precision of the user's program."""

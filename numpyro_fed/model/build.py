@@ -10,8 +10,9 @@ import numpy as np
 from numpyro.distributions import biject_to, constraints
 from numpyro.distributions.distribution import validation_enabled
 
-from numpyro_fed.data.padding import CallSpec, call_spec, shared_arrays
+from numpyro_fed.data.padding import CallSpec, SiloData, call_spec, shared_arrays
 from numpyro_fed.data.silos import Silos
+from numpyro_fed.host import put, real_dtype
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model import enumeration
 from numpyro_fed.model.certificate import certify
@@ -75,8 +76,8 @@ def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array
     theta = {s.name: biject_to(limits[s.name]).inv(values[s.name]) for s in part.sites if s.role == "param"}
     # a Python number (numpyro.param("t", 0.0)) would turn float64 in an engine's program; flax's weights are float32
     # under x64, too, and would meet float64 gradients
-    real = jnp.zeros(()).dtype
-    theta = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.promote_types(jnp.asarray(leaf).dtype, real)), theta)
+    real = real_dtype()
+    theta = jax.tree.map(lambda leaf: put(np.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), real))), theta)
     for name, start in theta.items():
         if not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(start)):
             raise PartitionError(
@@ -99,15 +100,22 @@ def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array
 
 
 def _enumeration(split: SplitModel) -> Enumeration:
-    data = split.spec.dummy()._replace(shared=split.shared)
-    values = split.unravel(jnp.zeros(split.dim)) | split.unpack(split.zeros_local(data.mask), data.mask)
     shown = [site.name for site in split.partition.sites if site.role == "deterministic"]
 
+    def at_zero() -> tuple[dict[str, Array], SiloData]:
+        data = split.dummy()
+        return split.unravel(jnp.zeros(split.dim)) | split.unpack(split.zeros_local(data.mask), data.mask), data
+
+    def run(discrete: dict[str, Array]) -> dict[str, Array]:
+        values, data = at_zero()
+        return split._run(values, split.theta, data)(discrete)
+
     def computed(discrete: dict[str, Array]) -> dict[str, Array]:
+        values, data = at_zero()
         trace = split._trace(values, split.theta, data, discrete)
         return {name: trace[name]["value"] for name in shown}
 
-    return enumeration.plan(split.partition, split._run(values, split.theta, data), computed)
+    return enumeration.plan(split.partition, run, computed)
 
 
 def _groups(part: Partition) -> tuple[Group, ...]:

@@ -16,6 +16,7 @@ from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.padding import SiloData, silo_data
 from numpyro_fed.data.silos import Silos, at_silo
 from numpyro_fed.data.stack import round_up
+from numpyro_fed.host import real_dtype
 from numpyro_fed.keys import digest
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model import discrete as enum
@@ -57,10 +58,11 @@ def _differs(split: SplitModel, silos: Silos, name: str, seed: int) -> str:
     # twice the rows at most: what a bucket may pad to
     padded = silo_data(silos, name, split.spec, axes, {a: min(longest[a], 2 * own[a]) for a in own})
     ours, theirs, size = both(*_point(split, seed, plain, padded), plain, padded)
-    tolerance = (1e-9 if jnp.asarray(ours).dtype == jnp.float64 else 2e-5) * (1 + float(size))
-    if np.isfinite(theirs) and np.isfinite(ours) and abs(float(ours - theirs)) <= tolerance:
+    tolerance = (1e-9 if ours.dtype == np.float64 else 2e-5) * (1 + float(size))
+    ours, theirs = float(ours), float(theirs)
+    if np.isfinite(theirs) and np.isfinite(ours) and abs(ours - theirs) <= tolerance:
         return ""
-    return _explain(split, name, plain, padded, seed, float(ours), float(theirs))
+    return _explain(split, name, plain, padded, seed, ours, theirs)
 
 
 def _chosen(silos: Silos, axes: tuple[Axis, ...], count: int, seed: int) -> list[str]:
@@ -72,13 +74,13 @@ def _chosen(silos: Silos, axes: tuple[Axis, ...], count: int, seed: int) -> list
     return [names[0], names[-1], *(names[i] for i in middle)]
 
 
-def _point(split: SplitModel, seed: int, plain: SiloData, padded: SiloData) -> tuple[Array, dict, dict]:
+def _point(split: SplitModel, seed: int, plain: SiloData, padded: SiloData) -> tuple[Any, dict, dict]:
     """A random point: z_G, z_L with values in the padded rows too, and z_L without padded rows."""
     draws = np.random.default_rng(seed)
-    dtype = jnp.zeros(()).dtype
-    z = jnp.asarray(draws.normal(scale=0.5, size=split.dim), dtype)
-    full = {
-        group.name: jnp.asarray(draws.normal(scale=0.5, size=(group.num_rows(padded.mask), group.size)), dtype)
+    dtype = real_dtype()
+    z = draws.normal(scale=0.5, size=split.dim).astype(dtype)
+    full: dict[str, Any] = {
+        group.name: draws.normal(scale=0.5, size=(group.num_rows(padded.mask), group.size)).astype(dtype)
         for group in split.groups
     }
     sizes = [{axis: mask.shape[-1] for axis, mask in data.mask.items()} for data in (plain, padded)]
@@ -130,7 +132,7 @@ def _loud(seed: Any, name: str, shape: tuple[int, ...]) -> Array:
     """Noise for :func:`~numpyro_fed.model.discrete.draw` so loud that all possible values are drawn, likely or not."""
     noise = np.random.default_rng(digest(name)).gumbel(size=(len(DRAWN), *shape))
     chosen = (seed == DRAWN).reshape(-1, *(1,) * len(shape))  # an index would be of one precision's type
-    return 1e9 * jnp.sum(jnp.where(chosen, jnp.asarray(noise, jnp.zeros(()).dtype), 0.0), axis=0)
+    return 1e9 * jnp.sum(jnp.where(chosen, noise.astype(real_dtype()), 0.0), axis=0)
 
 
 def _explain(

@@ -28,6 +28,7 @@ from numpyro.distributions.distribution import validation_enabled
 from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.data.padding import CallSpec, SiloData, cut
+from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model import discrete as enum
 from numpyro_fed.model.discrete import resized
 from numpyro_fed.model.enumeration import NOTHING, Component, Enumeration, Run
@@ -159,13 +160,7 @@ class SplitModel(NamedTuple):
         model = handlers.substitute(model, substitute_fn=partial(filled, values, discrete or {}))
         return handlers.seed(model, jax.random.PRNGKey(0))
 
-    def _log_probs(
-        self,
-        values: dict[str, Array],
-        theta: dict[str, Array],
-        data: SiloData,
-        discrete: dict[str, Array] | None = None,
-    ) -> tuple[dict, dict]:
+    def _log_probs(self, values: dict, theta: dict, data: SiloData, discrete: dict | None = None) -> tuple[dict, dict]:
         model = self.substituted(values, theta, discrete)
         with validation_enabled(False):  # padded and dummy rows need not be valid
             log_probs, trace = compute_log_probs(model, (), self.spec.kwargs(data), {}, sum_log_prob=False)
@@ -175,13 +170,7 @@ class SplitModel(NamedTuple):
                 log_probs[name] = log_probs[name] + log_det
         return log_probs, trace
 
-    def _trace(
-        self,
-        values: dict[str, Array],
-        theta: dict[str, Array],
-        data: SiloData,
-        discrete: dict[str, Array] | None = None,
-    ) -> dict[str, dict]:
+    def _trace(self, values: dict, theta: dict, data: SiloData, discrete: dict | None = None) -> dict[str, dict]:
         with validation_enabled(False):
             return handlers.trace(self.substituted(values, theta, discrete)).get_trace(**self.spec.kwargs(data))
 
@@ -195,6 +184,9 @@ class SplitModel(NamedTuple):
 
     def log_prior(self, z: Array, theta: dict[str, Array]) -> Array:
         """The server's term: log p(z_G | theta), with what observations depend on no silo."""
+        return self._once(SplitModel._log_prior)(z, theta)
+
+    def _log_prior(self, z: Array, theta: dict[str, Array]) -> Array:
         log_probs, _ = self._log_probs(self.unravel(z), theta, self.dummy())
         own = [site.name for site in self.partition.sites if site.at_server and site.name in log_probs]
         return sum((jnp.sum(log_probs[name]) for name in own), jnp.zeros(()))
@@ -224,6 +216,16 @@ class SplitModel(NamedTuple):
         Those that depend on discrete sites are tables over these sites' values, which are their leading axes. An
         element of a discrete site that the model's mask leaves out weighs 1/K, or 1 if ``plain``.
         """
+        return self._once(SplitModel._densities, plain)(z, z_local, theta, data)
+
+    def _once(self, function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+        """``function(self, *options, ...)``, for which the model is traced once per shapes, whoever asks."""
+        make = lambda: jax.jit(partial(function, self, *options), inline=True)
+        return remembered(make, function, ByIdentity(self), *options)
+
+    def _densities(
+        self, plain: bool, z: Array, z_local: dict[str, Array], theta: dict[str, Array], data: SiloData
+    ) -> dict[str, Array]:
         run = self._run(self.unravel(z) | self.unpack(z_local, data.mask), theta, data, plain)
         return enum.tables(self.enumeration, run)
 

@@ -44,8 +44,8 @@ def check_support(split: SplitModel, silos: Silos) -> None:
     inside = lambda args, mask: supported(split, split.trace_at_zero(SiloData(args, mask, split.shared)))
     for bucket, arrays in zip(stack.buckets, stack.arrays, strict=True):
         for name, fine in compiled_once(jax.vmap(inside), *arrays).items():
-            if not np.all(fine):
-                raise PartitionError(outside(split, silos, bucket.names[int(np.argmin(fine))], name))
+            if not np.all(np.asarray(fine)):
+                raise PartitionError(outside(split, silos, bucket.names[int(np.argmin(np.asarray(fine)))], name))
 
 
 def outside(split: SplitModel, silos: Silos, silo: str, name: str) -> str:

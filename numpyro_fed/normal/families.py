@@ -8,6 +8,7 @@ a posterior whose precision has a condition of 1e8 is wrong by many sds while it
 this algebra is traced in float64; a model traced in it would turn float64, too.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 from numpyro.distributions.util import matrix_to_tril_vec, vec_to_tril_matrix
 
+from numpyro_fed.host import concrete, put
 from numpyro_fed.normal import lapack
 from numpyro_fed.precision import in_x64, to_user_dtype
 
@@ -34,20 +36,18 @@ class Natural(NamedTuple):
     shift: Float[Array, "*silos d"]
 
 
-@in_x64
 def product(*factors: Natural) -> Natural:
     """The product of factors.
 
     >>> product(Natural(jnp.ones(2), jnp.ones(2)), Natural(jnp.ones(2), jnp.zeros(2))).precision
     Array([2., 2.], dtype=float64)
     """
-    return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *factors)
+    return _leafwise(lambda *leaves: sum(leaves[1:], leaves[0]), *factors)
 
 
-@in_x64
 def quotient(a: Natural, b: Natural) -> Natural:
     """a / b."""
-    return jax.tree.map(lambda x, y: x - y, a, b)
+    return _leafwise(lambda x, y: x - y, a, b)
 
 
 @in_x64
@@ -56,10 +56,18 @@ def power(a: Natural, exponent: Float[Array, ""] | float) -> Natural:
     return jax.tree.map(lambda leaf: exponent * leaf, a)
 
 
-@in_x64
 def summed(stacked: Natural) -> Natural:
     """The product of factors that are stacked on the first axis."""
-    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), stacked)
+    return _leafwise(lambda leaf: leaf.sum(axis=0), stacked)
+
+
+def _leafwise(function: Callable, *factors: Natural) -> Natural:
+    """In float64; by the host where factors are known: it compiles nothing."""
+    if not concrete(factors):
+        return in_x64(lambda *factors: jax.tree.map(function, *factors))(*factors)
+    with jax.enable_x64(True), np.errstate(all="ignore"):
+        own = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), factors)
+        return put(jax.tree.map(function, *own))
 
 
 @dataclass(frozen=True)
@@ -147,22 +155,6 @@ class Family:
         return mean + (root @ eps if self.kind == "full" else root * eps)
 
 
-def host_moments(family: Family, factor: Natural) -> tuple[np.ndarray, np.ndarray]:
-    """:meth:`Family.moments` in NumPy, for a host that has the numbers."""
-    precision, shift = np.asarray(factor.precision, np.float64), np.asarray(factor.shift, np.float64)
-    if family.kind != "full":
-        with np.errstate(divide="ignore", invalid="ignore"):
-            variance = np.broadcast_to(1 / precision, shift.shape)
-            return variance * shift, np.sqrt(variance)
-    scale = np.sqrt(np.maximum(np.diagonal(precision), 1e-300))
-    try:
-        upper = np.linalg.cholesky((precision / scale / scale[:, None])[::-1, ::-1])[::-1, ::-1]
-    except np.linalg.LinAlgError:
-        return np.full_like(shift, np.nan), np.full_like(precision, np.nan)
-    root = scipy.linalg.solve_triangular(upper, np.diag(1 / scale), lower=False).T
-    return root @ (root.T @ shift), root
-
-
 def as_family(family: Any) -> Family:
     """A family from its name, or an error that says what to type."""
     if isinstance(family, Family):
@@ -220,7 +212,26 @@ def _moments(kind: str, factor: Natural) -> tuple[Array, Array]:
         root = lapack.solve_upper(upper, jnp.diag(1 / scale)).T
         return root @ (root.T @ shift), root
 
-    return run(factor.precision, factor.shift)
+    if not concrete(factor):
+        return run(factor.precision, factor.shift)
+    known = (np.asarray(leaf, np.float64) for leaf in factor)
+    with jax.enable_x64(True), np.errstate(all="ignore"):
+        return put(_moments_on_host(kind, *known))
+
+
+def _moments_on_host(kind: str, precision: np.ndarray, shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same of values that are known."""
+    if kind != "full":
+        variance = np.broadcast_to(1 / precision, shift.shape)
+        return variance * shift, np.sqrt(variance)
+    scale = np.sqrt(np.maximum(np.diagonal(precision), 1e-300))
+    scaled = precision / scale[None, :] / scale[:, None]
+    try:
+        upper = np.linalg.cholesky((scaled + scaled.T)[::-1, ::-1] / 2)[::-1, ::-1]
+        root = scipy.linalg.solve_triangular(upper, np.diag(1 / scale), check_finite=False).T
+    except np.linalg.LinAlgError:
+        root = np.full_like(precision, np.nan)
+    return root @ (root.T @ shift), root
 
 
 def _proper(kind: str, factor: Natural) -> Array:

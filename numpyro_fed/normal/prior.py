@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from numpyro.infer import init_to_sample
 
+from numpyro_fed.host import put
 from numpyro_fed.model.initial import initial
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import Family, Natural
@@ -69,7 +70,7 @@ def _exact(split: SplitModel, family: Family) -> Prior | None:
             return None
         at_zero = values[0] - places[0] @ slope + 0.5 * places[0] @ times[0]
         found: Any = np.asarray(precision), np.asarray(slope, np.float64)
-        return Prior(Natural(*found), True, float(at_zero))
+        return Prior(Natural(*put(found)), True, float(at_zero))
 
 
 def _linear(places: np.ndarray, slopes: np.ndarray, slope: np.ndarray, precision: np.ndarray) -> bool:

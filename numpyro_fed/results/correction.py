@@ -9,6 +9,7 @@ from scipy.special import logsumexp
 
 from numpyro_fed.algorithm import Key, Posterior, PyTree
 from numpyro_fed.data.padding import SiloData
+from numpyro_fed.host import real_dtype
 from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.precision import in_x64, to_user_dtype
@@ -140,7 +141,7 @@ class CorrectedPosterior:
     def to_warm_start(self, server: Corrected) -> WarmStart:
         """A start for another run: the weighted mean and covariance."""
         mean, covariance = self._moments(server)
-        dtype = jnp.zeros(()).dtype
+        dtype = real_dtype()
         sd = 1 / np.sqrt(np.diagonal(np.linalg.inv(covariance)))
         loc, chol, sd = (jnp.asarray(x, dtype) for x in (mean, np.linalg.cholesky(covariance), sd))
         if hasattr(self.inner, "to_warm_start"):

@@ -8,6 +8,7 @@ import numpy as np
 from scipy.special import logsumexp, ndtri
 from scipy.stats import chi2, multivariate_t, qmc
 
+from numpyro_fed.host import folded, real_dtype
 from numpyro_fed.keys import digest
 from numpyro_fed.precision import in_x64
 
@@ -19,7 +20,7 @@ SCRAMBLE = digest("\0scramble")
 
 def scrambling(key: Any) -> np.ndarray:
     """What makes the points of a key its own: uint32 words."""
-    return np.asarray(jax.random.key_data(jax.random.fold_in(key, SCRAMBLE))).ravel()
+    return np.asarray(jax.random.key_data(folded(key, SCRAMBLE))).ravel()
 
 
 def proposal(
@@ -37,7 +38,7 @@ def proposal(
     white = ndtri(unit[:, :d]) * np.sqrt(degrees / chi2.ppf(unit[:, d:], degrees))
     scale = np.sqrt(np.diagonal(covariance))
     root = np.sqrt(INFLATION) * scale[:, None] * np.linalg.cholesky(covariance / scale / scale[:, None])
-    points = (mean + white @ root.T).astype(jnp.zeros(()).dtype)
+    points = (mean + white @ root.T).astype(real_dtype())
     white = np.linalg.solve(root, (points - mean).T)  # of the rounded points, which are those that are evaluated
     # in white coordinates: scipy would call a covariance of condition 1e10 singular
     standard = multivariate_t.logpdf(white.T, np.zeros(d), np.eye(d), df=degrees)

@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Posterior
+from numpyro_fed.host import real_dtype
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.results.codec import encode, keep_in
@@ -69,7 +69,7 @@ def save(fit: Fitted, path: str | Path) -> Path:
 
 
 def x64() -> bool:
-    return jnp.zeros(()).dtype == jnp.float64
+    return real_dtype() == np.float64
 
 
 def family(posterior: Posterior) -> str:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 from scipy.special import logsumexp
@@ -276,6 +275,6 @@ def globals_at(split: SplitModel, theta: dict[str, Any], points: np.ndarray) -> 
     size = min(BLOCK, len(points))
     make = lambda: jax.jit(jax.vmap(split.constrain_global, (0, None)), compiler_options=ONCE)
     program = remembered(make, "globals", ByIdentity(split))
-    blocks = [program(jnp.asarray(points[i : i + size]), theta) for i in range(0, len(points), size)]
+    blocks = [program(points[i : i + size], theta) for i in range(0, len(points), size)]
     names = split.partition.global_sites
     return {name: np.concatenate([np.asarray(block[name]) for block in blocks]) for name in names}

@@ -5,10 +5,10 @@ See :mod:`numpyro_fed.results.verdict`. The points are the first of those that a
 :mod:`numpyro_fed.run.locals`, :mod:`numpyro_fed.run.modes` and :mod:`numpyro_fed.run.theta`.
 """
 
-import jax
 import numpy as np
 
 from numpyro_fed.algorithm import Posterior, PyTree
+from numpyro_fed.host import folded
 from numpyro_fed.keys import digest
 from numpyro_fed.local.integrate import Marginal
 from numpyro_fed.model.survey import Survey
@@ -51,7 +51,7 @@ def checked(
     if not (np.all(np.isfinite(mean)) and np.all(np.isfinite(covariance))):
         return "the posterior is improper, and cannot be checked"
     theta, marginal = posterior.theta(server), exact_marginal(split, survey, posterior)
-    words = scrambling(jax.random.fold_in(runner.key, CHECK))
+    words = scrambling(folded(runner.key, CHECK))
     points, log_proposal = proposal(words, mean, covariance, MOST)
     evidence, wanted = None, BLOCK
     while evidence is None or len(evidence.points) < wanted:

@@ -23,6 +23,7 @@ from jax.scipy.special import logsumexp
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Key, Left, Phase, Posterior, PyTree
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
+from numpyro_fed.host import folded, put, real_dtype
 from numpyro_fed.keys import digest
 from numpyro_fed.local.bound import Weighting, combined, row_weights
 from numpyro_fed.memo import ByIdentity, remembered
@@ -48,7 +49,7 @@ class HasLocals(Protocol):
     """A posterior whose locals have a density given the globals.
 
     It may also have ``local_program``, any hashable value: of one model, posteriors with equal ones share a compiled
-    program of what is below.
+    program of what is below, and of their ``sample`` and ``theta``.
     """
 
     def local_context(self, server: PyTree) -> PyTree:
@@ -63,11 +64,10 @@ class HasLocals(Protocol):
 
 
 class LocalsServer(NamedTuple):
-    """All that a silo receives, and what they answered."""
+    """What the globals are drawn with, and what the silos answered."""
 
-    z: Array  # (Z, d): draws of the globals
-    theta: dict[str, Array]
-    context: PyTree
+    words: Array  # of the key, uint32
+    server: PyTree  # the method's own state
     found: "LocalsMessage"
 
 
@@ -79,12 +79,14 @@ class LocalsMessage(NamedTuple):
     rows: dict[str, Array]
 
 
-def locals_round(split: SplitModel, posterior: Any, rows: str, num: int) -> FederatedAlgorithm:
+def locals_round(split: SplitModel, posterior: Any, rows: str, num: int, generator: Any) -> FederatedAlgorithm:
     """The round as pure functions; ``rows`` says how terms find their rows, ``num`` is the number of draws."""
     weighting = Weighting(num, rows)
 
     def broadcast(key: Array, server: LocalsServer) -> Broadcast:
-        return Broadcast((server.z, server.theta, server.context))
+        keys = jax.random.split(jax.random.wrap_key_data(server.words, impl=generator), GLOBALS)
+        z = jax.lax.map(lambda own: posterior.sample(own, server.server), keys)  # (Z, d)
+        return Broadcast((z, posterior.theta(server.server), posterior.local_context(server.server)))
 
     def silo_step(key: Array, broadcast: Broadcast, silo: Any, data: SiloData) -> tuple[LocalsMessage, Any]:
         z, theta, context = broadcast.common
@@ -157,17 +159,15 @@ def look_at_locals(
         return {}
     if not isinstance(posterior, HasLocals) or not states:
         return f"nf.{runner.label} has no density of the locals given the globals, so they were not looked at"
-    own = jax.random.split(jax.random.fold_in(runner.key, LOCALS), GLOBALS)
-    z = jnp.stack([posterior.sample(key, server) for key in own])
-    num = num_draws(split, runner.stack)
-    counts = {group.name: jnp.zeros((), int) for group in split.groups}
-    unknown = LocalsMessage({group: jnp.zeros(()) for group in counts}, counts, counts)
-    begun = LocalsServer(z, posterior.theta(server), posterior.local_context(server), unknown)
-    make = partial(locals_round, split, posterior, rows, num)
+    num, key = num_draws(split, runner.stack), folded(runner.key, LOCALS)
+    counts = {group.name: np.zeros((), jnp.result_type(int)) for group in split.groups}
+    unknown = LocalsMessage(*put(({group: np.zeros((), real_dtype()) for group in counts}, counts, counts)))
+    begun = LocalsServer(jax.random.key_data(key), server, unknown)
+    make = partial(locals_round, split, posterior, rows, num, jax.random.key_impl(key))
     shared = getattr(posterior, "local_program", ByIdentity(posterior))
     phase = Phase(
         "locals",
-        remembered(make, "locals", ByIdentity(split), shared, rows, num),
+        remembered(make, "locals", ByIdentity(split), shared, rows, num, str(jax.random.key_impl(key))),
         begin=lambda left, fresh: Begun(begun),
         cohort=len(runner.stack.names),
         role="check",

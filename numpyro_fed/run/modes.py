@@ -26,6 +26,7 @@ from scipy.special import logsumexp
 
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase
 from numpyro_fed.data.padding import SiloData
+from numpyro_fed.host import folded, put, real_dtype
 from numpyro_fed.keys import digest
 from numpyro_fed.local.integrate import Marginal, silo_factor, start_frame
 from numpyro_fed.memo import ByIdentity, remembered
@@ -81,7 +82,7 @@ def searches_round(split: SplitModel, marginal: Marginal, num: int) -> Federated
     lower = np.tril_indices(d)
 
     def init(key: Array) -> SearchServer:
-        return begun(np.zeros((num, d), jnp.zeros(()).dtype), split.theta, np.zeros(d), np.eye(d))
+        return begun(np.zeros((num, d), real_dtype()), split.theta, np.zeros(d), np.eye(d))
 
     def init_silo(key: Array, broadcast: Broadcast, data: SiloData) -> Any:
         """The locals' modes, where they are looked for next: for each search its own."""
@@ -137,18 +138,16 @@ def searches_round(split: SplitModel, marginal: Marginal, num: int) -> Federated
 def _ended(server: SearchServer) -> Array:
     """Searches that have come to an end, or to where q is, stay there: bool (K,)."""
     off = (server.search.x - server.mean) @ server.whitening.T
-    home = jnp.isfinite(server.search.value) & (jnp.sum(off**2, axis=1) <= HOME**2)
+    home = (abs(server.search.value) < np.inf) & ((off**2).sum(axis=1) <= HOME**2)
     return home | (server.search.gain <= CONVERGED)
 
 
 def begun(points: np.ndarray, theta: dict[str, Array], mean: np.ndarray, whitening: np.ndarray) -> SearchServer:
-    """Before anything is known; on the host."""
     (num, d), dtype = points.shape, points.dtype
-    unknown, zeros = np.full(num, np.inf, dtype), np.zeros((num, d), dtype)
-    eye = np.broadcast_to(np.eye(d, dtype=dtype), (num, d, d))
-    known: Any = points, points, -unknown, eye, zeros, np.full(num, DAMPING, dtype), unknown
-    home: Any = np.asarray(mean, dtype), np.asarray(whitening, dtype)
-    return SearchServer(Search(*known), theta, *home)
+    unknown, curvature = np.full(num, np.inf, dtype), np.broadcast_to(np.eye(d, dtype=dtype), (num, d, d))
+    damping = np.full(num, DAMPING, dtype)
+    search = put((points, points, -unknown, curvature, np.zeros_like(points), damping, unknown))
+    return SearchServer(Search(*search), theta, put(mean.astype(dtype)), put(whitening.astype(dtype)))
 
 
 def _marginal(marginal: Marginal, split: SplitModel) -> Marginal:
@@ -159,7 +158,6 @@ def _marginal(marginal: Marginal, split: SplitModel) -> Marginal:
 
 def starts(split: SplitModel, key: Array, mean: np.ndarray, sds: np.ndarray) -> np.ndarray:
     """Where the searches begin, (K, d), the most telling ones first; see the module."""
-    dtype = jnp.zeros(()).dtype
     num = next(number for most, number in SEARCHES if split.dim <= most)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
     sizes = [int(np.prod(shape)) for shape in split.global_shapes.values()]
@@ -182,7 +180,7 @@ def starts(split: SplitModel, key: Array, mean: np.ndarray, sds: np.ndarray) -> 
     for point in each:
         if np.all(np.isfinite(point)) and not any(np.allclose(point, other) for other in different):
             different.append(point)
-    return np.stack(different[1 : num + 1]).astype(dtype)
+    return np.stack(different[1 : num + 1]).astype(real_dtype())
 
 
 def look_for_modes(
@@ -195,7 +193,7 @@ def look_for_modes(
     if marginal.kind == "importance_weighted" and marginal.rows == "whole":
         return "other modes were not looked for: locals that meet in a term cannot be integrated out well enough"
     mean, sds = np.asarray(normal.mean, np.float64), np.sqrt(np.diagonal(np.asarray(normal.covariance, np.float64)))
-    points = starts(split, jax.random.fold_in(runner.key, MODES), mean, sds)
+    points = starts(split, folded(runner.key, MODES), mean, sds)
     few = _marginal(marginal, split)
     whitening = np.linalg.inv(np.linalg.cholesky(np.asarray(normal.covariance, np.float64)))
     server = begun(points, theta, mean, whitening)

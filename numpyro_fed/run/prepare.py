@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.data.inputs import leaves, shared_digest
@@ -11,6 +10,7 @@ from numpyro_fed.data.silos import Silos, at_silo
 from numpyro_fed.data.stack import Stack, stack_of
 from numpyro_fed.engines.base import Engine, Traffic
 from numpyro_fed.engines.vmap import Vmap
+from numpyro_fed.host import real_dtype
 from numpyro_fed.memo import remembered
 from numpyro_fed.model.build import certified, uncertified
 from numpyro_fed.model.indices import beyond
@@ -77,4 +77,4 @@ def signature(silos: Silos) -> Any:
         )
         for name in silos.names
     )
-    return own, shared_digest(silos.shared), silos.own_counts, silos.renumbered, str(jnp.zeros(()).dtype)
+    return own, shared_digest(silos.shared), silos.own_counts, silos.renumbered, str(real_dtype())

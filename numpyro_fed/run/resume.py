@@ -4,11 +4,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from numpyro_fed.algorithm import FederatedAlgorithm, Left, Phase, Program, PyTree
 from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import Traffic, sent_to
+from numpyro_fed.host import real_dtype
 from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import State
@@ -104,7 +104,7 @@ def _fresh_shapes(algorithm: FederatedAlgorithm, runner: Runner) -> tuple[PyTree
 def _check_start(warm: WarmStart, local: tuple | None, runner: Runner) -> None:
     """A fit of another model or of other data is no start for this one."""
     problem, split = "init_state is of another model or data", runner.split
-    check_shapes(warm.loc, jax.ShapeDtypeStruct((split.dim,), jnp.zeros(()).dtype), problem)
+    check_shapes(warm.loc, jax.ShapeDtypeStruct((split.dim,), real_dtype()), problem)
     for bucket, found in zip(range(len(runner.stack.buckets)), local or (), strict=False):
         zeros = jax.eval_shape(split.zeros_local, runner.stack.shapes(bucket).mask)
         number = len(runner.stack.buckets[bucket].names)

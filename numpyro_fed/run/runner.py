@@ -18,6 +18,7 @@ from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import Engine, Traffic, traffic
 from numpyro_fed.engines.stale import current, held, stale
+from numpyro_fed.host import folded
 from numpyro_fed.keys import SERVER, digest
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.precision import LITTLE
@@ -155,7 +156,7 @@ class Runner:
             phase = phase._replace(algorithm=phase.suited(server))
         finish = phase.finish
         if late:
-            key = jax.random.fold_in(jax.random.fold_in(self.key, self.round), SERVER)
+            key = folded(folded(self.key, self.round), SERVER)
             server = held(phase.algorithm, server, key, len(names))
             phase = phase._replace(algorithm=stale(phase.algorithm, len(names)))
         ended = self._loop(phase, self.key, server, states, self.round, self._cohorts)
@@ -263,7 +264,7 @@ class Runner:
 
     @property
     def _cohort_key(self) -> Any:
-        return jax.random.fold_in(self.key, COHORTS)
+        return folded(self.key, COHORTS)
 
     def _cohorts(self, first: int, count: int) -> Any:
         return self.schedule.cohorts(self._cohort_key, self.stack.names, first, count)
@@ -271,7 +272,7 @@ class Runner:
     # --- what is counted ----------------------------------------------------------------------------------------------
 
     def _key(self, phase: Phase) -> Any:
-        return jax.random.fold_in(self.key, digest(f"\0{phase.name}"))
+        return folded(self.key, digest(f"\0{phase.name}"))
 
     def _traffic(self, phase: Phase, server: PyTree, states: tuple) -> Traffic:
         """Of one silo in one round, from shapes alone."""

@@ -9,6 +9,7 @@ split's certificate holds on their data (:mod:`numpyro_fed.model.certificate`).
 """
 
 import json
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import Engine, Traffic
+from numpyro_fed.host import key_of, zeros_like
 from numpyro_fed.keys import digest
 from numpyro_fed.local.minibatch import rows_apart
 from numpyro_fed.memo import ByIdentity, remembered
@@ -69,13 +71,14 @@ def answer(split: SplitModel, batch_size: int | None, data: SiloData) -> Answer:
 
 
 def _algorithm(split: SplitModel, batch_size: int | None, num: int, like: SiloData) -> FederatedAlgorithm:
-    shapes = jax.eval_shape(lambda data: answer(split, batch_size, data), like)
+    told = jax.jit(partial(answer, split, batch_size), inline=True)
+    shapes = jax.eval_shape(told, like)
 
     def init(key: Any) -> Answer:
-        return jax.tree.map(lambda leaf: jnp.zeros((num, *leaf.shape), leaf.dtype), shapes)
+        return zeros_like(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num, *leaf.shape), leaf.dtype), shapes))
 
     def silo_step(key: Any, broadcast: Broadcast, silo: tuple, data: SiloData) -> tuple[Answer, tuple]:
-        return answer(split, batch_size, data), silo
+        return told(data), silo
 
     def aggregate(messages: Answer, cohort: Cohort) -> Answer:
         order = jnp.argsort(jnp.asarray(cohort.index))  # engines stack messages by bucket
@@ -105,11 +108,11 @@ def take(split: SplitModel, stack: Stack, engine: Engine, batch_size: int | None
         effort="least",
         watched=False,
     )
-    runner = Runner(engine, jax.random.key(KEY), asked, split, as_schedule(None), False, "")
+    runner = Runner(engine, key_of(KEY), asked, split, as_schedule(None), False, "")
     left, _ = runner.run((phase,), Left(), tuple(() for _ in asked.buckets), None)
     (record,) = runner.records
     partition = len(json.dumps(told(split)).encode())
-    certificate = Traffic(wire.num_bytes(jnp.zeros((), bool)), wire.num_bytes(jnp.zeros((), jnp.int32)))
+    certificate = Traffic(wire.num_bytes(np.zeros((), bool)), wire.num_bytes(np.zeros((), np.int32)))
     before = Traffic(asked.description_bytes, num * partition) + min(num, ASKED) * certificate
     return jax.device_get(left.server), Traffic(record.bytes_up, record.bytes_down) + before
 

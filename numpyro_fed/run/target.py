@@ -14,6 +14,7 @@ import numpy as np
 
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase, Posterior
 from numpyro_fed.data.padding import SiloData
+from numpyro_fed.host import put, zeros_like
 from numpyro_fed.local.integrate import Marginal, choose, silo_factor, start_frame
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
@@ -87,9 +88,9 @@ def target_round(split: SplitModel, marginal: Marginal, num_points: int) -> Fede
 
 def begun(sent: TargetBroadcast) -> TargetServer:
     """Before the round: the points, and nothing known of them."""
-    num = sent.points.shape[0]
-    with jax.enable_x64(True):
-        return TargetServer(sent, jnp.zeros(num, sent.points.dtype), jnp.zeros(num, jnp.float64))
+    num = sent.points.shape[:1]
+    unknown = (jax.ShapeDtypeStruct(num, sent.points.dtype), jax.ShapeDtypeStruct(num, np.float64))
+    return TargetServer(sent, *zeros_like(unknown))
 
 
 def _begin(sent: TargetBroadcast, left: Left, fresh: Any) -> Begun:
@@ -115,9 +116,8 @@ def log_target(
     """
     split, out = runner.split, []
     for start in range(0, len(points), BLOCK):
-        block = jnp.asarray(points[start : start + BLOCK])
-        place = jnp.asarray(first + start, jnp.int32)
-        sent = TargetBroadcast(block, place, jnp.asarray(centre, block.dtype), theta)
+        block, place = points[start : start + BLOCK], np.asarray(first + start, np.int32)
+        sent = TargetBroadcast(put(block), put(place), put(centre.astype(block.dtype)), theta)
         size = len(block)
         make = partial(target_round, split, marginal, size)
         phase = Phase(

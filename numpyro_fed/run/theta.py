@@ -22,6 +22,7 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase
 from numpyro_fed.data.padding import SiloData
+from numpyro_fed.host import put
 from numpyro_fed.local.integrate import Marginal, silo_factor, start_frame
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
@@ -107,7 +108,7 @@ def look_at_theta(
 
     ``log_weights`` are those of the points under the posterior, p / t, unnormalised.
     """
-    split, size = runner.split, ravel_pytree(theta)[0].size
+    split, size = runner.split, sum(np.size(leaf) for leaf in jax.tree.leaves(theta))
     if not size:
         return ""
     if size > MOST:
@@ -118,8 +119,8 @@ def look_at_theta(
         return "theta was not looked at: the density is zero at every point"
     weights = weights / np.sum(weights)
     dtype, num = points.dtype, len(points)
-    sent = ThetaBroadcast(jnp.asarray(points), jnp.asarray(weights, dtype), jnp.asarray(centre, dtype), theta)
-    unknown = ThetaMessage(jnp.zeros((num, size)), jnp.zeros(size * (size + 1) // 2))
+    sent = ThetaBroadcast(put(points), put(weights.astype(dtype)), put(centre.astype(dtype)), theta)
+    unknown = ThetaMessage(*put((np.zeros((num, size), dtype), np.zeros(size * (size + 1) // 2, dtype))))
     phase = Phase(
         "theta",
         remembered(partial(theta_round, split, marginal, num), "theta", ByIdentity(split), marginal, num),

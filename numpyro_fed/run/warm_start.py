@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Posterior, PyTree
+from numpyro_fed.host import put, real_dtype
 from numpyro_fed.local.start import WarmStart
 from numpyro_fed.model.split_model import SplitModel
 
@@ -17,7 +18,7 @@ def warm_start(posterior: Posterior, split: SplitModel, server: PyTree) -> WarmS
     if hasattr(posterior, "to_warm_start"):
         return posterior.to_warm_start(server)
     normal, theta = posterior.normal(server), posterior.theta(server)
-    dtype = jnp.zeros(()).dtype
+    dtype = real_dtype()
     units = jax.tree.map(jnp.ones_like, theta)
     if normal is not None:
         mean, covariance = np.asarray(normal.mean, np.float64), normal.covariance
@@ -26,9 +27,9 @@ def warm_start(posterior: Posterior, split: SplitModel, server: PyTree) -> WarmS
         draws = np.asarray(jax.vmap(lambda key: posterior.sample(key, server))(keys), np.float64)
         mean, sds = draws.mean(axis=0), np.maximum(draws.std(axis=0), LEAST_SD)
         if 4 * split.dim > DRAWS:
-            return WarmStart(jnp.asarray(mean, dtype), None, jnp.asarray(sds, dtype), theta, units)
+            return WarmStart(put(mean.astype(dtype)), None, put(sds.astype(dtype)), theta, units)
         covariance = np.atleast_2d(np.cov(draws.T)) + np.diag(1e-6 * sds**2 + LEAST_SD**2)
     chol = np.linalg.cholesky(covariance)
     sd = 1 / np.sqrt(np.diagonal(np.linalg.inv(covariance)))
-    loc, lower, spread = (jnp.asarray(x, dtype) for x in (mean, chol, sd))
+    loc, lower, spread = (put(x.astype(dtype)) for x in (mean, chol, sd))
     return WarmStart(loc, lower, spread, theta, units)
