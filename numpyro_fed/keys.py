@@ -2,15 +2,21 @@
 
 A round's key is the run's key folded with the round; a silo's is the round's, folded with 64 bits of its name. So every
 engine, cohort and order of the silos draws the same numbers.
+
+On a CPU, JAX computes Threefry in a loop over its rounds, with a pass over all counters in each. :func:`normal` and
+:func:`silo_words` give the same numbers in one pass, five times as fast.
 """
 
 import hashlib
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import define_prng_impl
 
 
 def digest(text: str) -> int:
@@ -48,6 +54,87 @@ def fold_in_name(key: Any, words: Any) -> Any:
 def silo_keys(key: Any, words: Any) -> Any:
     """The keys of several silos, from their identities (J, 2)."""
     return jax.vmap(lambda one: fold_in_name(key, one))(words)
+
+
+# --- Threefry in one pass (Salmon et al. 2011) ------------------------------------------------------------------------
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = np.uint32(0x1BD11BDA)
+
+
+def _threefry(key: Sequence[Any], x: Any, y: Any) -> tuple[Any, Any]:
+    """Threefry-2x32 with 20 rounds of two words x, y under a key of two words."""
+    words = (key[0], key[1], key[0] ^ key[1] ^ PARITY)
+    x, y = x + words[0], y + words[1]
+    for block in range(5):
+        for by in ROTATIONS[block % 2]:
+            x = x + y
+            y = x ^ ((y << np.uint32(by)) | (y >> np.uint32(32 - by)))
+        x = x + words[(block + 1) % 3]
+        y = y + words[(block + 2) % 3] + np.uint32(block + 1)
+    return x, y
+
+
+def _fold_in(key: Sequence[Any], data: Any) -> tuple[Any, Any]:
+    return _threefry(key, np.uint32(0), jnp.asarray(data, jnp.uint32))
+
+
+def _counted(key: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    count = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+    return _threefry(key, jnp.zeros_like(count), count)
+
+
+def _random_bits(key: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
+    x, y = _counted(key, shape)
+    if bit_width == 64:
+        return (x.astype(jnp.uint64) << np.uint64(32)) | y.astype(jnp.uint64)
+    return (x ^ y).astype(f"uint{bit_width}")
+
+
+ONE_PASS = define_prng_impl(
+    key_shape=(2,),
+    seed=lambda seed: jnp.stack([jnp.zeros((), jnp.uint32), seed.astype(jnp.uint32)]),
+    split=lambda key, shape: jnp.stack(_counted(key, shape), axis=-1),
+    random_bits=_random_bits,
+    fold_in=lambda key, data: jnp.stack(_fold_in(key, data)),
+    name="threefry2x32 in one pass",
+    tag="fry1",
+)
+
+
+def _is_threefry(key: Any) -> bool:
+    """Whether it is JAX's default kind of key, with the default way to count."""
+    return jax.config.jax_threefry_partitionable and str(jax.random.key_impl(key)) == "threefry2x32"
+
+
+def normal(key: Any, shape: tuple[int, ...]) -> Any:
+    """Law: equals ``jax.random.normal(key, shape)``.
+
+    >>> key = jax.random.key(0)
+    >>> bool(jnp.all(normal(key, (3, 2)) == jax.random.normal(key, (3, 2))))
+    True
+    """
+    if _is_threefry(key) and math.prod(shape) < 2**32:
+        key = jax.random.wrap_key_data(jax.random.key_data(key), impl=ONE_PASS)
+    return jax.random.normal(key, shape)
+
+
+def silo_words(key: Any, words: Any) -> tuple[Any, ...]:
+    """Law: equals :func:`silo_keys`, each word of the keys in an array of its own, (J,).
+
+    Stacked, they would be computed one by one. :func:`keys_of` puts them together.
+    """
+    if not _is_threefry(key):
+        data = jax.random.key_data(silo_keys(key, words))
+        return tuple(jnp.moveaxis(data, -1, 0))
+    return _fold_in(_fold_in(jax.random.key_data(key), words[:, 0]), words[:, 1])
+
+
+def keys_of(words: tuple[Any, ...], like: Any) -> Any:
+    """Keys from their words, of the kind of ``like``."""
+    data = jnp.stack(words, axis=-1)
+    typed = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like)) if typed else data
 
 
 SERVER = digest("\0server")  # one word, where a silo's has two

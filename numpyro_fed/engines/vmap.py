@@ -5,18 +5,17 @@ Law: equals :class:`~numpyro_fed.engines.Loopback` up to float rounding.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from functools import lru_cache, partial
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
+from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
-from numpyro_fed.engines.base import sent_to
-from numpyro_fed.keys import SERVER, START, identities, silo_keys
+from numpyro_fed.keys import SERVER, START, identities, keys_of, silo_keys, silo_words
 from numpyro_fed.precision import QUICK, UNOPTIMISED, engine_in_x64, strong, zeros
 
 CHUNK = 512  # rounds between two looks of the host: progress, stopping, interruption
@@ -32,7 +31,7 @@ class Vmap:
 
     @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
-        return _start(algorithm, stack.names, _bucket_names(stack), key, stack.arrays, stack.shared)
+        return _start(algorithm, _places(stack), key, stack.arrays, stack.shared)
 
     @engine_in_x64
     def rounds(
@@ -50,10 +49,8 @@ class Vmap:
         if cohorts is not None and len(cohorts) < CHUNK:
             cohorts = np.concatenate([cohorts, np.repeat(cohorts[-1:], CHUNK - len(cohorts), axis=0)])
         server, silos = strong((server, silos))
-        compiled = _ROUNDS[effort]
-        names = stack.names, _bucket_names(stack)
-        server, silos, info = compiled(
-            algorithm, *names, key, stack.arrays, stack.shared, server, silos, first, cohorts, count
+        server, silos, info = _ROUNDS[effort](
+            algorithm, _places(stack), key, stack.arrays, stack.shared, server, silos, first, cohorts, count
         )
         return server, silos, {name: np.asarray(rows)[:count] for name, rows in info.items()}
 
@@ -77,32 +74,64 @@ def in_every_silo(function: Callable[..., Any], given: Any, stack: Stack, *state
     return tuple(out)
 
 
-def _bucket_names(stack: Stack) -> tuple[tuple[str, ...], ...]:
-    return tuple(bucket.names for bucket in stack.buckets)
+class Places(NamedTuple):
+    """Who is where. Arrays, so that a compiled program depends on how many silos there are, not on their names."""
+
+    words: np.ndarray  # uint32 (J, 2): identities
+    of_bucket: tuple[np.ndarray, ...]  # int32 (silos of the bucket,): their places among all
+    within: tuple[np.ndarray, ...]  # int32 (J,): of a silo in this bucket; the bucket's length if it is elsewhere
+    bucket: np.ndarray  # int32 (J,): which one a silo is in
+    order: np.ndarray | None  # int32 (J,): of all silos, among the buckets one after another; None: they are in order
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@lru_cache(maxsize=32)
+def places_of(names: tuple[str, ...], buckets: tuple[tuple[str, ...], ...]) -> Places:
+    """Of all silos' names and those of each bucket."""
+    number = {name: j for j, name in enumerate(names)}
+    of_bucket = tuple(np.array([number[name] for name in bucket], np.int32) for bucket in buckets)
+    within, bucket = [], np.zeros(len(names), np.int32)
+    for b, places in enumerate(of_bucket):
+        inside = np.full(len(names), len(places), np.int32)
+        inside[places] = np.arange(len(places))
+        within.append(inside)
+        bucket[places] = b
+    together = np.concatenate(of_bucket)
+    order = None if np.array_equal(together, np.arange(len(names))) else np.argsort(together).astype(np.int32)
+    return Places(identities(names), of_bucket, tuple(within), bucket, order)
+
+
+def _places(stack: Stack) -> Places:
+    return places_of(stack.names, tuple(bucket.names for bucket in stack.buckets))
+
+
+def _of_bucket(broadcast: Broadcast, places: Places, b: int) -> Any:
+    """The slices of ``each`` that a bucket's silos receive, stacked."""
+    if len(places.of_bucket) == 1 and places.order is None:
+        return broadcast.each
+    return jax.tree.map(lambda leaf: leaf[places.of_bucket[b]], broadcast.each)
+
+
+@partial(jax.jit, static_argnums=0)
 def _start(
-    algorithm: FederatedAlgorithm, names: tuple, bucket_names: tuple, key: Any, arrays: tuple, shared: Any
+    algorithm: FederatedAlgorithm, places: Places, key: Any, arrays: tuple, shared: Any
 ) -> tuple[Any, tuple]:
     key = jax.random.fold_in(key, START)
     server = algorithm.init(jax.random.fold_in(key, SERVER))
     broadcast = algorithm.broadcast(jax.random.fold_in(key, SERVER), server)
+
+    def init(key: Any, each: Any, args: Any, mask: Any) -> Any:
+        return algorithm.init_silo(key, Broadcast(broadcast.common, each), SiloData(args, mask, shared))
+
     states = []
-    for bucket, (args, mask) in zip(bucket_names, arrays, strict=True):
-        where = np.array([names.index(name) for name in bucket])
-
-        def init(key: Any, j: Any, args: Any, mask: Any) -> Any:
-            return algorithm.init_silo(key, sent_to(broadcast, j), SiloData(args, mask, shared))
-
-        states.append(jax.vmap(init)(silo_keys(key, identities(bucket)), where, args, mask))
+    for b, (args, mask) in enumerate(arrays):
+        keys = silo_keys(key, places.words[places.of_bucket[b]])
+        states.append(jax.vmap(init)(keys, _of_bucket(broadcast, places, b), args, mask))
     return server, tuple(states)
 
 
 def _run_rounds(
     algorithm: FederatedAlgorithm,
-    names: tuple,
-    bucket_names: tuple,
+    places: Places,
     key: Any,
     arrays: tuple,
     shared: Any,
@@ -112,45 +141,43 @@ def _run_rounds(
     cohorts: Any,
     count: Any,
 ) -> tuple[Any, tuple, dict]:
-    places = [np.array([names.index(name) for name in bucket]) for bucket in bucket_names]
+    num_silos, num_buckets = len(places.words), len(places.of_bucket)
 
-    def step(key: Any, broadcast: Any, j: Any, state: Any, args: Any, mask: Any) -> tuple[Any, Any]:
-        return algorithm.silo_step(key, sent_to(broadcast, j), state, SiloData(args, mask, shared))
+    def step(key: Any, common: Any, each: Any, state: Any, args: Any, mask: Any) -> tuple[Any, Any]:
+        return algorithm.silo_step(key, Broadcast(common, each), state, SiloData(args, mask, shared))
 
     batched = jax.vmap(step, in_axes=(0, None, 0, 0, 0, 0))
 
-    def everyone(keys: Any, broadcast: Any, silos: tuple) -> tuple[Any, tuple, Any]:
+    def everyone(keys: Any, broadcast: Broadcast, silos: tuple) -> tuple[Any, tuple, Any]:
         messages, states = [], []
-        for place, state, (args, mask) in zip(places, silos, arrays, strict=True):
-            message, state = batched(keys[place], broadcast, place, state, args, mask)
+        for b, (state, (args, mask)) in enumerate(zip(silos, arrays, strict=True)):
+            own = keys if num_buckets == 1 and places.order is None else keys[places.of_bucket[b]]
+            message, state = batched(own, broadcast.common, _of_bucket(broadcast, places, b), state, args, mask)
             messages.append(message)
             states.append(state)
-        if len(messages) == 1 and np.array_equal(places[0], np.arange(len(names))):
-            return messages[0], tuple(states), np.arange(len(names))
-        order = np.argsort(np.concatenate(places))
-        together = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *messages)
-        return together, tuple(states), np.arange(len(names))
+        together = messages[0] if num_buckets == 1 else jax.tree.map(lambda *m: jnp.concatenate(m), *messages)
+        if places.order is not None:
+            together = jax.tree.map(lambda leaf: leaf[places.order], together)
+        return together, tuple(states), np.arange(num_silos)
 
-    def members(keys: Any, broadcast: Any, b: int, state: Any, cohort: Any) -> tuple[Any, Any, Any]:
+    def members(keys: Any, broadcast: Broadcast, b: int, state: Any, cohort: Any) -> tuple[Any, Any, Any]:
         """Of one bucket: messages of those who are in the cohort, their places in it, and the bucket's states."""
-        bucket, place, (args, mask) = bucket_names[b], places[b], arrays[b]
-        position = np.full(len(names), len(bucket))  # of a silo in this bucket; the end if it is elsewhere
-        position[place] = np.arange(len(bucket))
-        size = cohort.shape[0]
-        inside = jnp.asarray(position)[cohort]
-        order = jnp.argsort(inside >= len(bucket), stable=True)[: min(size, len(bucket))]
+        place, (args, mask) = places.of_bucket[b], arrays[b]
+        size, length = cohort.shape[0], place.shape[0]
+        inside = places.within[b][cohort]
+        order = jnp.argsort(inside >= length, stable=True)[: min(size, length)]
         at = inside[order]
-        gather = lambda leaf: leaf[jnp.minimum(at, len(bucket) - 1)]
-        js = gather(jnp.asarray(place))
+        gather = lambda leaf: leaf[jnp.minimum(at, length - 1)]
+        each = jax.tree.map(lambda leaf: leaf[gather(place)], broadcast.each)
         state_in, args_in, mask_in = jax.tree.map(gather, (state, args, mask))
-        message, new = batched(keys[js], broadcast, js, state_in, args_in, mask_in)
+        message, new = batched(keys[order], broadcast.common, each, state_in, args_in, mask_in)
         state = jax.tree.map(lambda old, rows: old.at[at].set(rows, mode="drop"), state, new)
-        return message, jnp.where(at < len(bucket), order, size), state
+        return message, jnp.where(at < length, order, size), state
 
-    def some(keys: Any, broadcast: Any, silos: tuple, cohort: Any) -> tuple[Any, tuple, Any]:
+    def some(keys: Any, broadcast: Broadcast, silos: tuple, cohort: Any) -> tuple[Any, tuple, Any]:
         """Only the cohort's silos are computed: each bucket has a slot for every member it may have this round."""
         size = cohort.shape[0]
-        if size == 1 and len(places) > 1:
+        if size == 1 and num_buckets > 1:
             return one_of(keys, broadcast, silos, cohort)
         together, states = None, []
         for b, state in enumerate(silos):
@@ -161,11 +188,8 @@ def _run_rounds(
             together = jax.tree.map(lambda all_, rows, t=target: all_.at[t].set(rows, mode="drop"), together, message)
         return together, tuple(states), cohort
 
-    def one_of(keys: Any, broadcast: Any, silos: tuple, cohort: Any) -> tuple[Any, tuple, Any]:
+    def one_of(keys: Any, broadcast: Broadcast, silos: tuple, cohort: Any) -> tuple[Any, tuple, Any]:
         """A single silo: the other buckets have nothing to do."""
-        own = np.zeros(len(names), np.int32)
-        for b, place in enumerate(places):
-            own[place] = b
 
         def branch(b: int) -> Callable[[tuple], tuple[Any, tuple]]:
             def run(silos: tuple) -> tuple[Any, tuple]:
@@ -174,36 +198,42 @@ def _run_rounds(
 
             return run
 
-        message, silos = jax.lax.switch(jnp.asarray(own)[cohort[0]], [branch(b) for b in range(len(places))], silos)
+        message, silos = jax.lax.switch(places.bucket[cohort[0]], [branch(b) for b in range(num_buckets)], silos)
         return message, silos, cohort
 
-    # every key of the chunk at once: drawing them inside the loop costs more, to compile and to run
-    round_keys = jax.vmap(lambda i: jax.random.fold_in(key, first + i))(jnp.arange(CHUNK))
+    # the chunk's keys at once: drawing them inside the loop costs more, to compile and to run
+    round_keys = jax.vmap(lambda i: jax.random.fold_in(key, first + i))(jnp.arange(CHUNK + 1))
     server_keys = jax.vmap(lambda key: jax.random.fold_in(key, SERVER))(round_keys)
-    all_keys = jax.vmap(lambda key: silo_keys(key, identities(names)))(round_keys)
 
-    def one_round(i: Any, server: Any, silos: tuple) -> tuple[Any, tuple, dict]:
-        broadcast = algorithm.broadcast(server_keys[i], server)
+    def words_at(i: Any) -> tuple:
+        """Of the keys of who takes part in a round."""
+        who = places.words if cohorts is None else places.words[cohorts[jnp.minimum(i, CHUNK - 1)]]
+        return silo_words(round_keys[i], who)
+
+    def one_round(i: Any, server: Any, silos: tuple, words: tuple) -> tuple[Any, tuple, dict]:
+        broadcast, keys = algorithm.broadcast(server_keys[i], server), keys_of(words, key)
         if cohorts is None:
-            messages, silos, index = everyone(all_keys[i], broadcast, silos)
+            messages, silos, index = everyone(keys, broadcast, silos)
         else:
-            messages, silos, index = some(all_keys[i], broadcast, silos, cohorts[i])
-        aggregate = algorithm.aggregate(messages, Cohort(index, len(names)))
+            messages, silos, index = some(keys, broadcast, silos, cohorts[i])
+        aggregate = algorithm.aggregate(messages, Cohort(index, num_silos))
         server, info = algorithm.server_step(server_keys[i], server, aggregate)
         return server, silos, info
 
-    shapes = jax.eval_shape(one_round, 0, server, silos)[2]
+    shapes = jax.eval_shape(one_round, 0, server, silos, words_at(0))[2]
     history = jax.tree.map(lambda leaf: zeros((CHUNK, *leaf.shape), leaf.dtype), shapes)
 
     def body(i: Any, carry: tuple) -> tuple:
-        server, silos, history = carry
-        server, silos, info = one_round(i, server, silos)
-        return server, silos, jax.tree.map(lambda rows, row: rows.at[i].set(row), history, info)
+        server, silos, history, words = carry
+        server, silos, info = one_round(i, server, silos, words)
+        history = jax.tree.map(lambda rows, row: rows.at[i].set(row), history, info)
+        # the next round's: what the loop carries is computed once, and not again for every row that is drawn with it
+        return server, silos, history, words_at(i + 1)
 
-    return jax.lax.fori_loop(0, count, body, (server, silos, history))
+    return jax.lax.fori_loop(0, count, body, (server, silos, history, words_at(0)))[:3]
 
 
 _ROUNDS = {
-    effort: jax.jit(_run_rounds, static_argnums=(0, 1, 2), compiler_options=options)
+    effort: jax.jit(_run_rounds, static_argnums=0, compiler_options=options)
     for effort, options in (("most", None), ("some", QUICK), ("least", UNOPTIMISED))
 }

@@ -137,11 +137,25 @@ class LocalNormal:
         return found.loc, jax.tree.map(jnp.exp, found.log_scale), coupling
 
 
+FEW = 64  # elements of a silo: below, a product by a vector is slower than the sums that it is made of
+
+
+@jax.custom_jvp
 def _coupled(coupling: Array, shift: Array) -> Array:
-    """(rows, k, d) times (d,). For few globals a sum of columns: a batch of small matrix products is slower."""
-    if shift.shape[0] > 8:
-        return coupling @ shift
-    return sum((coupling[..., a] * shift[a] for a in range(shift.shape[0])), jnp.zeros(coupling.shape[:-1]))
+    """(rows, k, d) times (d,); tangents are written so that their transposes are sums and products, not columns."""
+    return _product(coupling, shift)
+
+
+@_coupled.defjvp
+def _coupled_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    coupling, shift = primals
+    return _coupled(coupling, shift), _product(tangents[0], shift) + _product(coupling, tangents[1])
+
+
+def _product(coupling: Array, shift: Array) -> Array:
+    if coupling.shape[0] * coupling.shape[1] < FEW:
+        return jnp.sum(coupling * shift, axis=-1)
+    return coupling @ shift
 
 
 def _lower(tril: Array, like: dict, valid: dict) -> Array:

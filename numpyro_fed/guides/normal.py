@@ -16,6 +16,7 @@ from jax.scipy.linalg import solve_triangular
 from numpyro.distributions import LowRankMultivariateNormal
 
 from numpyro_fed.checks import check_count
+from numpyro_fed.keys import normal
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import LOG_2PI
 
@@ -51,7 +52,7 @@ class GlobalNormal:
         return min(d, self.rank or max(1, round(d**0.5)))
 
     def noise(self, key: Array, d: int) -> Array:
-        return jax.random.normal(key, (d + (self._rank(d) if self.global_cov == "low_rank" else 0),))
+        return normal(key, (d + (self._rank(d) if self.global_cov == "low_rank" else 0),))
 
     def sample_global(self, params: dict[str, Array], base: GlobalBase, eps: Array) -> Array:
         d = base.loc.shape[0]
@@ -73,8 +74,8 @@ class GlobalNormal:
             return -0.5 * jnp.sum(eps**2) - log_det - 0.5 * d * LOG_2PI
         white = (z - base.loc) / base.scale
         if self.global_cov == "low_rank":
-            normal = LowRankMultivariateNormal(params["loc"], params["factor"], jnp.exp(2 * params["log_scale"]))
-            return normal.log_prob(white) - jnp.sum(jnp.log(base.scale))
+            low_rank = LowRankMultivariateNormal(params["loc"], params["factor"], jnp.exp(2 * params["log_scale"]))
+            return low_rank.log_prob(white) - jnp.sum(jnp.log(base.scale))
         eps = (white - params["loc"]) * jnp.exp(-params["log_scale"])
         return -0.5 * jnp.sum(eps**2) - jnp.sum(params["log_scale"]) - jnp.sum(jnp.log(base.scale)) - 0.5 * d * LOG_2PI
 
@@ -106,7 +107,7 @@ class GlobalNormal:
         if found is not None:
             return self.init_global(found.loc, found.chol, found.sd)
         params, base = self.init_global(jnp.zeros(d), None, jnp.ones(d))
-        params["loc"] = JITTER * jax.random.normal(key, (d,))
+        params["loc"] = JITTER * normal(key, (d,))
         params["log_scale"] = jnp.full(d, float(np.log(START_SD)))
         return params, base
 

@@ -86,8 +86,10 @@ def silo_bound(
     counts = _counts(split, weighting, data, batch)
     if guide.arbitrary:
         return _plain(split, guide, weighting, key, params, base, z, context, theta, data, combine, counts)
-    # the barrier keeps the compiler from drawing the same numbers again in every place that uses them
-    eps = jax.lax.optimization_barrier(conditional.draw_rows(key, split, data.mask, weighting.num))
+    eps = conditional.draw_rows(key, split, data.mask, weighting.num)
+    many = weighting.num > 1
+    each = jax.vmap if many else lambda function: function  # an axis of one draw would keep sums from being shared
+    eps = eps if many else jax.tree.map(lambda leaf: leaf[0], eps)
     held, held_context = jax.lax.stop_gradient((params, context))
 
     def log_weights(z_local: dict, off_mean: dict, given: conditional.Conditional, z: Array, theta: dict) -> Array:
@@ -97,23 +99,23 @@ def silo_bound(
             found = split.evaluate(z, z_local, theta, data)
             return combine(found, conditional.log_prob_spread(given, off_mean, found.active))
 
-        return jax.vmap(one)(z_local, off_mean)
+        return each(one)(z_local, off_mean)
 
     at = lambda params, z, context: guide.condition(params, base, z, context, data)
     given, pull_z = jax.vjp(lambda z: at(held, z, held_context), z)
-    off_mean, pull_spread = jax.vjp(lambda given: jax.vmap(lambda eps: conditional.spread(given, eps))(eps), given)
-    z_local = jax.lax.optimization_barrier(jax.tree.map(lambda loc, off: loc + off, given.loc, off_mean))
-    log_w, back = jax.vjp(log_weights, z_local, off_mean, given, z, theta)  # (K, components)
-    log_mean = logsumexp(log_w, axis=0) - np.log(weighting.num) if weighting.num > 1 else log_w[0]
+    off_mean, pull_spread = jax.vjp(lambda given: each(lambda eps: conditional.spread(given, eps))(eps), given)
+    z_local = jax.tree.map(lambda loc, off: loc + off, given.loc, off_mean)
+    log_w, back = jax.vjp(log_weights, z_local, off_mean, given, z, theta)  # (K, components), or without K if it is 1
+    log_mean = logsumexp(log_w, axis=0) - np.log(weighting.num) if many else log_w
     value = jnp.sum(log_mean if counts is None else counts * log_mean)
-    weight = jax.nn.softmax(log_w, axis=0) if weighting.num > 1 else jnp.ones_like(log_w)
-    g_p, g_q, g_given, g_z, g_theta = jax.lax.optimization_barrier(back(weight if counts is None else counts * weight))
+    weight = jax.nn.softmax(log_w, axis=0) if many else jnp.ones_like(log_w)
+    g_p, g_q, g_given, g_z, g_theta = back(weight if counts is None else counts * weight)
     both = jax.tree.map(jnp.add, g_p, g_q)
-    total = lambda tree: jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree)
+    total = lambda tree: jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree) if many else tree
     add = lambda *trees: jax.tree.map(lambda *leaves: sum(leaves), *trees)
     (by_spread,) = pull_spread(both)
     g_z = g_z + pull_z(add(by_spread, g_given)._replace(loc=total(g_p)))[0]
-    if weighting.num > 1:
+    if many:
         twice = lambda group: row_weights(split, weighting, weight, group, data, components)[..., None]
         both = {group: twice(group) * value for group, value in both.items()}
         (by_spread,) = pull_spread(both)

@@ -19,7 +19,7 @@ from jax.scipy.linalg import solve_triangular
 from numpyro.distributions.util import matrix_to_tril_vec, vec_to_tril_matrix
 
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.keys import digest
+from numpyro_fed.keys import digest, normal
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import LOG_2PI
 from numpyro_fed.normal.newton import Spectrum, positive_spectrum
@@ -214,9 +214,9 @@ def draw_rows(key: Array, split: SplitModel, mask: dict[str, Array], num: int) -
         if len(shape) > 1:
             keys = jax.vmap(lambda i, own=own: jax.random.fold_in(own, i))(jnp.arange(shape[0]))
             tail = (int(np.prod(shape[1:])), num, group.size)
-            eps = jax.vmap(lambda one, tail=tail: jax.random.normal(one, tail))(keys).reshape(-1, num, group.size)
+            eps = jax.vmap(lambda one, tail=tail: normal(one, tail))(keys).reshape(-1, num, group.size)
         else:
-            eps = jax.random.normal(own, (group.num_rows(mask), num, group.size))
+            eps = normal(own, (group.num_rows(mask), num, group.size))
         out[group.name] = jnp.moveaxis(eps, 1, 0)
     return out
 
@@ -230,8 +230,21 @@ def spread(given: Conditional, eps: dict) -> dict:
     for group, white in eps.items():
         if group in given.tril:
             white = white + jnp.einsum("rij,rj->ri", vec_to_tril_matrix(given.tril[group], -1), white)
-        out[group] = jnp.exp(given.log_scale[group]) * white
+        out[group] = _scaled(white, given.log_scale[group])
     return out
+
+
+@jax.custom_jvp
+def _scaled(white: Array, log_scale: Array) -> Array:
+    """exp(log_scale) white. A quotient is too dear for the compiler to do it again in every place that uses it; with a
+    product it would make normals from their random bits again and again."""
+    return white / jnp.exp(-log_scale)
+
+
+@_scaled.defjvp
+def _scaled_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    out = _scaled(*primals)
+    return out, _scaled(tangents[0], primals[1]) + out * tangents[1]
 
 
 def log_prob_spread(given: Conditional, spread: dict, active: dict) -> dict:
