@@ -172,6 +172,7 @@ class Phase(NamedTuple):
     watched: bool = True  # what is not finite is an error (of a check: is left out)
     # (server state at the beginning) -> the algorithm for rounds that begin there. None: the one above.
     suited: Callable[[PyTree], Any] | None = None
+    likely: Any = None  # the algorithm that it will most likely choose
 
 
 @runtime_checkable
@@ -231,6 +232,7 @@ class Plan(NamedTuple):
     cohort: int | None = None  # silos in a round; None: all of them
     random: bool = False  # cohorts are drawn by chance: those who are asked stand for all
     stale: bool = False  # silos work from what they last received
+    check: bool = False  # the fit is checked at the end, and methods need not look themselves
 
     def visits(self, num_rounds: int) -> float:
         """Of a silo in so many rounds, on average."""

@@ -21,7 +21,7 @@ QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel
 # for programs that do little work: a third of that time again, and about five times as long to run
 UNOPTIMISED: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 0}
 ONCE = {"xla_backend_optimization_level": 1}  # programs that run a few times: half the time to compile, as fast to run
-LITTLE = 1e8  # numbers that are looked at, up to which the time to compile is more than the time to run
+LITTLE = 5e7  # numbers that are looked at, up to which the time to compile is more than the time to run
 
 
 def in_x64(function: Callable) -> Callable:

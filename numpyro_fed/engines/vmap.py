@@ -15,6 +15,7 @@ import numpy as np
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
+from numpyro_fed.engines import ahead
 from numpyro_fed.keys import SERVER, START, identities, keys_of, silo_keys, silo_words
 from numpyro_fed.precision import QUICK, UNOPTIMISED, engine_in_x64, strong, zeros
 
@@ -46,16 +47,38 @@ class Vmap:
         count: int,
         effort: str = "most",
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
-        if cohorts is not None and len(cohorts) < CHUNK:
-            cohorts = np.concatenate([cohorts, np.repeat(cohorts[-1:], CHUNK - len(cohorts), axis=0)])
         server, silos = strong((server, silos))
-        server, silos, info = _ROUNDS[effort](
-            algorithm, _places(stack), key, stack.arrays, stack.shared, server, silos, first, cohorts, count
-        )
+        arguments = _arguments(stack, key, server, silos, first, cohorts, count)
+        ahead.wait(ahead.program(algorithm, effort, arguments))
+        server, silos, info = _ROUNDS[effort](algorithm, *arguments)
         return server, silos, {name: np.asarray(rows)[:count] for name, rows in info.items()}
+
+    @engine_in_x64
+    def compile_ahead(
+        self,
+        algorithm: FederatedAlgorithm,
+        key: Any,
+        stack: Stack,
+        server: Any,
+        silos: tuple,
+        cohorts: Any,
+        effort: str,
+    ) -> None:
+        """Begin to compile rounds from such states (shapes are enough), while something else goes on."""
+        if ahead.worthwhile():
+            arguments = _arguments(stack, key, server, silos, 0, cohorts, 1)
+            lower = lambda: _ROUNDS[effort].trace(algorithm, *arguments).lower()
+            ahead.begin(ahead.program(algorithm, effort, arguments), lower)
 
     def in_silos(self, function: Callable[..., Any], given: Any, stack: Stack, *states: tuple | None) -> tuple:
         return in_every_silo(function, given, stack, *states)
+
+
+def _arguments(stack: Stack, key: Any, server: Any, silos: tuple, first: int, cohorts: Any, count: int) -> tuple:
+    """Of the compiled rounds."""
+    if cohorts is not None and len(cohorts) < CHUNK:
+        cohorts = np.concatenate([cohorts, np.repeat(cohorts[-1:], CHUNK - len(cohorts), axis=0)])
+    return _places(stack), key, stack.arrays, stack.shared, server, silos, first, cohorts, count
 
 
 def in_every_silo(function: Callable[..., Any], given: Any, stack: Stack, *states: tuple | None) -> tuple:
@@ -112,9 +135,7 @@ def _of_bucket(broadcast: Broadcast, places: Places, b: int) -> Any:
 
 
 @partial(jax.jit, static_argnums=0)
-def _start(
-    algorithm: FederatedAlgorithm, places: Places, key: Any, arrays: tuple, shared: Any
-) -> tuple[Any, tuple]:
+def _start(algorithm: FederatedAlgorithm, places: Places, key: Any, arrays: tuple, shared: Any) -> tuple[Any, tuple]:
     key = jax.random.fold_in(key, START)
     server = algorithm.init(jax.random.fold_in(key, SERVER))
     broadcast = algorithm.broadcast(jax.random.fold_in(key, SERVER), server)
@@ -127,6 +148,35 @@ def _start(
         keys = silo_keys(key, places.words[places.of_bucket[b]])
         states.append(jax.vmap(init)(keys, _of_bucket(broadcast, places, b), args, mask))
     return server, tuple(states)
+
+
+def _info_shapes(
+    algorithm: FederatedAlgorithm,
+    key: Any,
+    num_silos: int,
+    arrays: tuple,
+    shared: Any,
+    server: Any,
+    silos: Any,
+    size: int,
+) -> dict[str, Any]:
+    """Of a row of the history: from one silo, which is not vectorised for this."""
+
+    def like(leaf: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+
+    of_one = partial(jax.tree.map, lambda leaf: like(leaf, *leaf.shape[1:]))
+    sent = jax.eval_shape(algorithm.broadcast, key, server)
+    args, mask = of_one(arrays)
+    data = SiloData(args, mask, shared)
+    received = Broadcast(sent.common, of_one(sent.each))
+    message, _ = jax.eval_shape(algorithm.silo_step, key, received, of_one(silos), data)
+    stacked = jax.tree.map(lambda leaf: like(leaf, size, *leaf.shape), message)
+
+    def info(key: Any, server: Any, messages: Any) -> dict[str, Any]:
+        return algorithm.server_step(key, server, algorithm.aggregate(messages, Cohort(np.arange(size), num_silos)))[1]
+
+    return jax.eval_shape(info, key, server, stacked)
 
 
 def _run_rounds(
@@ -220,7 +270,8 @@ def _run_rounds(
         server, info = algorithm.server_step(server_keys[i], server, aggregate)
         return server, silos, info
 
-    shapes = jax.eval_shape(one_round, 0, server, silos, words_at(0))[2]
+    size = num_silos if cohorts is None else cohorts.shape[1]
+    shapes = _info_shapes(algorithm, server_keys[0], num_silos, arrays[0], shared, server, silos[0], size)
     history = jax.tree.map(lambda leaf: zeros((CHUNK, *leaf.shape), leaf.dtype), shapes)
 
     def body(i: Any, carry: tuple) -> tuple:

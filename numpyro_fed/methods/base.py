@@ -30,7 +30,7 @@ from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import Again, Fresh, State
 from numpyro_fed.results.value import UNASKED
 from numpyro_fed.run import resume
-from numpyro_fed.run.check import checked
+from numpyro_fed.run.check import checked, foreseen
 from numpyro_fed.run.correct import correct
 from numpyro_fed.run.diagnose import NonFinite, explained
 from numpyro_fed.run.finish import finished, warn_of
@@ -119,7 +119,7 @@ class Method:
         if num_rounds is not None:
             num_rounds = check_count("num_rounds", num_rounds)
         engine = default_engine(silos) if engine is None else engine
-        plan = self._plan(silos, schedule, num_rounds, engine)
+        plan = self._plan(silos, schedule, num_rounds, engine, check)
         began = time.perf_counter()
         prepared = self.prepare(silos, engine)
         if len(silos.names) < self.fewest:
@@ -132,6 +132,8 @@ class Method:
         runner = Runner(engine, key, prepared.stack, split, schedule, progress_bar, name)
         runner.surveyed(prepared.sent)
         start = resume.start(init_state, name, program, runner)
+        runner.foresee(next(phase for phase in program.phases if phase.role == "rounds"))
+        runner.later = foreseen(runner, program.posterior, prepared.survey) if check else []
         fit = partial(finished, runner, program.posterior, prepared, silos, self.again(engine), began)
         try:
             left, states = runner.run(program.phases, *start)
@@ -148,7 +150,7 @@ class Method:
             tqdm.write(f"verdict: {found.verdict.status}", file=sys.stderr)  # beside the bar
         return found
 
-    def _plan(self, silos: Any, schedule: Schedule, num_rounds: int | None, engine: Engine) -> Plan:
+    def _plan(self, silos: Any, schedule: Schedule, num_rounds: int | None, engine: Engine, check: bool) -> Plan:
         """What is known of the run before anybody is asked; what does not go together says so now."""
         names, stale = silos.names, schedules.stale(schedule)
         cohort = schedule.cohorts(key_of(0), names, 0, 1)
@@ -159,7 +161,7 @@ class Method:
             )
         check_engine(engine, type(self).__name__, self.stateless, silos, cohort is None, stale)
         size = None if cohort is None else int(np.shape(cohort)[1])
-        return Plan(num_rounds, names, schedules.sweep(schedule, names), size, schedules.random(schedule), stale)
+        return Plan(num_rounds, names, schedules.sweep(schedule, names), size, schedules.random(schedule), stale, check)
 
 
 def _again(method: Method, engine: Engine, rng_key: Any, silos: Any, num_rounds: int, **options: Any) -> Fit:

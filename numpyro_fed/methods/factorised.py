@@ -121,8 +121,9 @@ class Factorised(Method):
             looks_at_data=_looks(split, chosen, self.family),
             look=plan.sweep if stops else None,
             suited=lambda server: chosen.settled if _settled(server) else chosen.rounds,
+            likely=chosen.settled if chosen.starts else chosen.rounds,
         )
-        if chosen.nodes is None:
+        if chosen.nodes is None or (plan.check and survey.known):  # the check looks at more nodes, too
             return Program((*chosen.starts, phase), posterior)
         check = Phase(
             "nodes",

@@ -5,6 +5,9 @@ See :mod:`numpyro_fed.results.verdict`. The points are the first of those that a
 :mod:`numpyro_fed.run.locals`, :mod:`numpyro_fed.run.modes` and :mod:`numpyro_fed.run.theta`.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from numpyro_fed.algorithm import Posterior, PyTree
@@ -17,14 +20,13 @@ from numpyro_fed.results.importance import proposal, scrambling
 from numpyro_fed.results.looks import Looks
 from numpyro_fed.results.verdict import Evidence, found_change, globals_at, log_weights
 from numpyro_fed.run.locals import look_at_locals
-from numpyro_fed.run.modes import look_for_modes
+from numpyro_fed.run.modes import look_for_modes, looked_for, modes_phase, num_searches, with_few_nodes
 from numpyro_fed.run.runner import Runner
-from numpyro_fed.run.target import BLOCK, exact_marginal, log_target
+from numpyro_fed.run.target import BLOCK, exact_marginal, log_target, target_phase
 from numpyro_fed.run.theta import look_at_theta
 
 MOST = 2048  # points
 MOST_DIMS = 500
-REFINED = 16  # points at which locals are integrated again, with twice the nodes
 CHECK = digest("\0check")
 
 
@@ -60,19 +62,28 @@ def checked(
         if more is None:
             return "the check was interrupted"
         known = np.zeros(0) if evidence is None else evidence.log_target
-        evidence = Evidence(points[:wanted], np.concatenate([known, more]), log_proposal[:wanted], words)
+        refined = more.refined if evidence is None else evidence.refined
+        log_p = np.concatenate([known, more.log_p])
+        evidence = Evidence(points[:wanted], log_p, log_proposal[:wanted], words, refined)
         if not np.any(np.isfinite(evidence.log_target)):
             break
         change, _ = found_change(evidence, normal, globals_at(split, theta, evidence.points))
         if wanted < MOST and not change.precise:
             wanted *= 2
-    if marginal.kind == "quadrature":
-        finer = marginal._replace(num=2 * marginal.num + 1)
-        again = log_target(runner, "check", finer, points[:REFINED], 0, mean, theta)
-        if again is not None:
-            evidence = evidence._replace(refined=again - evidence.log_target[:REFINED])
     looks = _looked(runner, posterior, survey, marginal, normal, server, states, evidence)
     return "the check was interrupted" if looks is None else evidence._replace(looks=looks)
+
+
+def foreseen(runner: Runner, posterior: Posterior, survey: Survey) -> list[Callable[[], None]]:
+    """What begins to compile the check's larger programs, one by one."""
+    split = runner.split
+    if not (runner.engine.holds_states and 0 < split.dim <= MOST_DIMS):
+        return []
+    marginal = exact_marginal(split, survey, posterior)
+    phases = [target_phase(runner, "check", marginal, BLOCK)]
+    if looked_for(split, marginal):
+        phases.append(modes_phase(split, with_few_nodes(marginal, split), num_searches(split)))
+    return [partial(runner.foresee, phase, scheduled=False) for phase in phases]
 
 
 def _looked(

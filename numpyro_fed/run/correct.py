@@ -56,7 +56,7 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
         more = log_target(runner, "correct", marginal, points[len(log_p) :], len(log_p), mean, theta)
         if more is None:
             raise KeyboardInterrupt
-        log_p = np.concatenate([log_p, more])
+        log_p = np.concatenate([log_p, more.log_p])
     corrected = _weighted(fit, points, log_proposal, log_p)
     sent = [sum(getattr(one, way) for one in runner.records) for way in ("bytes_up", "bytes_down")]
     record = Record("correct", len(runner.records), *sent)

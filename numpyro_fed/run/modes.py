@@ -150,15 +150,23 @@ def begun(points: np.ndarray, theta: dict[str, Array], mean: np.ndarray, whiteni
     return SearchServer(Search(*search), theta, put(mean.astype(dtype)), put(whitening.astype(dtype)))
 
 
-def _marginal(marginal: Marginal, split: SplitModel) -> Marginal:
+def with_few_nodes(marginal: Marginal, split: SplitModel) -> Marginal:
     """As the check integrates locals, but with fewer nodes."""
     size = max((group.size for group in split.groups), default=1)
     return marginal._replace(num={"quadrature": NODES.get(size, 1), "importance_weighted": DRAWS}.get(marginal.kind, 1))
 
 
+def looked_for(split: SplitModel, marginal: Marginal) -> bool:
+    return split.dim <= MAX_DIM and not (marginal.kind == "importance_weighted" and marginal.rows == "whole")
+
+
+def num_searches(split: SplitModel) -> int:
+    return next(number for most, number in SEARCHES if split.dim <= most)
+
+
 def starts(split: SplitModel, key: Array, mean: np.ndarray, sds: np.ndarray) -> np.ndarray:
     """Where the searches begin, (K, d), the most telling ones first; see the module."""
-    num = next(number for most, number in SEARCHES if split.dim <= most)
+    num = num_searches(split)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
     sizes = [int(np.prod(shape)) for shape in split.global_shapes.values()]
     sites = np.split(mean, np.cumsum(sizes)[:-1])
@@ -183,39 +191,41 @@ def starts(split: SplitModel, key: Array, mean: np.ndarray, sds: np.ndarray) -> 
     return np.stack(different[1 : num + 1]).astype(real_dtype())
 
 
-def look_for_modes(
-    runner: Runner, marginal: Marginal, normal: Normal, theta: dict[str, Array], evidence: Evidence
-) -> ModesLook | str | None:
-    """Where the searches ended, or why there were none. None: interrupted."""
-    split = runner.split
-    if split.dim > MAX_DIM:
-        return f"other modes were not looked for: the globals have {split.dim} dimensions, more than {MAX_DIM}"
-    if marginal.kind == "importance_weighted" and marginal.rows == "whole":
-        return "other modes were not looked for: locals that meet in a term cannot be integrated out well enough"
-    mean, sds = np.asarray(normal.mean, np.float64), np.sqrt(np.diagonal(np.asarray(normal.covariance, np.float64)))
-    points = starts(split, folded(runner.key, MODES), mean, sds)
-    few = _marginal(marginal, split)
-    whitening = np.linalg.inv(np.linalg.cholesky(np.asarray(normal.covariance, np.float64)))
-    server = begun(points, theta, mean, whitening)
-    algorithm = remembered(
-        partial(searches_round, split, few, len(points)), "modes", ByIdentity(split), few, len(points)
-    )
-    phase = Phase(
+def modes_phase(split: SplitModel, few: Marginal, num: int) -> Phase:
+    """So many searches; where they begin is left open."""
+    make = partial(searches_round, split, few, num)
+    return Phase(
         "modes",
-        algorithm,
-        begin=lambda left, fresh: Begun(server),
+        remembered(make, "modes", ByIdentity(split), few, num),
         num_rounds=MAX_ROUNDS,
         done=lambda info: bool(np.all(info["ended"][-1])),
         finish=lambda left, server, info: left._replace(server=(server, int(np.sum(info["ended"][-1])))),
         role="check",
         effort="some",
-        looks_at_data=MAX_ROUNDS * len(points) * (2 * split.dim + 2) * few.evaluations(split),
+        looks_at_data=MAX_ROUNDS * num * (2 * split.dim + 2) * few.evaluations(split),
         look=1,  # and so rounds are counted one by one
         watched=False,  # a search may well leave the support
     )
+
+
+def look_for_modes(
+    runner: Runner, marginal: Marginal, normal: Normal, theta: dict[str, Array], evidence: Evidence
+) -> ModesLook | str | None:
+    """Where the searches ended, or why there were none. None: interrupted."""
+    split = runner.split
+    if not looked_for(split, marginal) and split.dim > MAX_DIM:
+        return f"other modes were not looked for: the globals have {split.dim} dimensions, more than {MAX_DIM}"
+    if not looked_for(split, marginal):
+        return "other modes were not looked for: locals that meet in a term cannot be integrated out well enough"
+    mean, sds = np.asarray(normal.mean, np.float64), np.sqrt(np.diagonal(np.asarray(normal.covariance, np.float64)))
+    points = starts(split, folded(runner.key, MODES), mean, sds)
+    few = with_few_nodes(marginal, split)
+    whitening = np.linalg.inv(np.linalg.cholesky(np.asarray(normal.covariance, np.float64)))
+    server = begun(points, theta, mean, whitening)
+    phase = modes_phase(split, few, len(points))._replace(begin=lambda left, fresh: Begun(server))
     everyone = copy(runner)  # all silos take part in each of the rounds, whatever the run's schedule
     everyone.schedule = as_schedule(None)
-    _, states = runner.engine.start(algorithm, runner.key, runner.stack)
+    _, states = runner.engine.start(phase.algorithm, runner.key, runner.stack)
     before = len(runner.records)
     left, _ = everyone.run((phase,), Left(), states, None)
     rounds = runner.records[before:]

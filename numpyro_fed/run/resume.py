@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from numpyro_fed.algorithm import FederatedAlgorithm, Left, Phase, Program, PyTree
+from numpyro_fed.algorithm import Left, Phase, Program
 from numpyro_fed.engines import wire
-from numpyro_fed.engines.base import Traffic, sent_to
+from numpyro_fed.engines.base import Traffic
 from numpyro_fed.host import real_dtype
 from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.results.fit import Fit
@@ -79,26 +79,11 @@ def _onwards(given: State, states: tuple, method: str, program: Program, runner:
     if hasattr(program.posterior, "reordered"):
         server = program.posterior.reordered(server, order)
     phase: Phase = next(phase for phase in program.phases if phase.role == "rounds")
-    shapes = _fresh_shapes(phase.algorithm, runner)
+    shapes = runner.fresh_shapes(phase.algorithm)
     hint = "init_state was made with other settings or data; pass the Fit itself to start from it"
     check_shapes((server, states), shapes, hint)
     runner.round = given.round
     return Left(server=server), states, None
-
-
-def _fresh_shapes(algorithm: FederatedAlgorithm, runner: Runner) -> tuple[PyTree, tuple]:
-    """Of the states that an engine would start with; nothing is computed, and nothing sent."""
-    stack, key = runner.stack, runner.key
-    server = jax.eval_shape(algorithm.init, key)
-    if not runner.engine.holds_states:
-        return server, ()
-    received = jax.eval_shape(lambda server: sent_to(algorithm.broadcast(key, server), 0), server)
-    states = []
-    for b, bucket in enumerate(stack.buckets):
-        one = jax.eval_shape(algorithm.init_silo, key, received, stack.shapes(b))
-        number = len(bucket.names)
-        states.append(jax.tree.map(lambda leaf, n=number: jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype), one))
-    return server, tuple(states)
 
 
 def _check_start(warm: WarmStart, local: tuple | None, runner: Runner) -> None:

@@ -5,6 +5,7 @@ nowhere else. A phase says what to run (:class:`numpyro_fed.algorithm.Phase`), a
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +13,11 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from numpyro_fed import schedules
-from numpyro_fed.algorithm import Left, Phase, PyTree
+from numpyro_fed.algorithm import FederatedAlgorithm, Left, Phase, PyTree
 from numpyro_fed.checks import warn_user
 from numpyro_fed.data.stack import Stack
-from numpyro_fed.engines import wire
-from numpyro_fed.engines.base import Engine, Traffic, traffic
+from numpyro_fed.engines import ahead, wire
+from numpyro_fed.engines.base import Engine, Traffic, sent_to, traffic
 from numpyro_fed.engines.stale import current, held, stale
 from numpyro_fed.host import folded
 from numpyro_fed.keys import SERVER, digest
@@ -75,6 +76,7 @@ class Runner:
         self.uncounted = Traffic(0, 0)  # what was sent before the first round
         self.recorded = Traffic(0, 0)  # the part of it that has a record of its own
         self.round = 0
+        self.later: list[Callable[[], None]] = []  # programs that will be needed after the rounds
 
     def surveyed(self, sent: Traffic) -> None:
         """What the silos told before the first phase is counted with its first round, and recorded by itself."""
@@ -154,6 +156,8 @@ class Runner:
         server, states = self._begin(phase, self.key, left, states, local)
         if phase.suited is not None:
             phase = phase._replace(algorithm=phase.suited(server))
+        while self.later and ahead.busy():  # the compiler has time for more
+            self.later.pop(0)()
         finish = phase.finish
         if late:
             key = folded(folded(self.key, self.round), SERVER)
@@ -193,6 +197,37 @@ class Runner:
             )
             return left
         return found
+
+    # --- programs -----------------------------------------------------------------------------------------------------
+
+    def fresh_shapes(self, algorithm: FederatedAlgorithm) -> tuple[PyTree, tuple]:
+        """Of the states that the engine would start with; nothing is computed, and nothing sent."""
+        server = jax.eval_shape(algorithm.init, self.key)
+        if not self.engine.holds_states:
+            return server, ()
+        received = jax.eval_shape(lambda server: sent_to(algorithm.broadcast(self.key, server), 0), server)
+        states = []
+        for b, bucket in enumerate(self.stack.buckets):
+            one = jax.eval_shape(algorithm.init_silo, self.key, received, self.stack.shapes(b))
+            number = len(bucket.names)
+            states.append(jax.tree.map(lambda leaf, n=number: jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype), one))
+        return server, tuple(states)
+
+    def foresee(self, phase: Phase, scheduled: bool = True) -> None:
+        """Begin to compile a phase whose rounds will be asked for, where the engine can do that.
+
+        Args:
+            scheduled: those take part whom the schedule names; else everyone.
+        """
+        if not hasattr(self.engine, "compile_ahead") or (scheduled and schedules.stale(self.schedule)):
+            return
+        algorithm = phase.algorithm if phase.likely is None else phase.likely
+        server, states = self.fresh_shapes(algorithm)
+        plain = partial(jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        cohorts = self._cohorts(0, 1) if scheduled else None
+        self.engine.compile_ahead(
+            algorithm, self.key, self.stack, plain(server), plain(states), cohorts, self._effort(phase)
+        )
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from numpyro_fed.run.runner import Runner
 
 Array = jax.Array
 BLOCK = 256  # points of a round: another number is another program
+REFINED = 16  # points at which locals are integrated again, with twice the nodes
 DRAWS = 256  # of a row's locals at each point, where they are not integrated by quadrature
 LOCAL_STEPS = 30  # of Newton's method to the locals' modes at the posterior mean, from nowhere
 
@@ -43,15 +44,27 @@ class TargetServer(NamedTuple):
 
     sent: TargetBroadcast
     log_prior: Array  # (S,)
-    log_f: Array  # (S,) float64: the sum over silos
+    log_f: Array  # (S + R,) float64: the sum over silos; at the end the first points again, with more nodes
+
+
+class Target(NamedTuple):
+    """The log density of all silos at points, float64."""
+
+    log_p: np.ndarray  # (S,)
+    refined: np.ndarray  # (R,): what twice the nodes change of the first of them; (0,) where there are no nodes
 
 
 def target_round(split: SplitModel, marginal: Marginal, num_points: int) -> FederatedAlgorithm:
-    """The round as pure functions; see :mod:`numpyro_fed.algorithm`. Its message is log f_j at the points, (S,)."""
-    d = split.dim
+    """The round as pure functions; see :mod:`numpyro_fed.algorithm`. Its message is log f_j at the points, (S,).
+
+    Where locals are integrated by quadrature it is followed by log f_j at the first of them, with twice as many nodes.
+    """
+    d, again = split.dim, num_refined(marginal, num_points)
+    finer = marginal._replace(num=2 * marginal.num + 1)
 
     def init(key: Array) -> TargetServer:
-        return begun(TargetBroadcast(jnp.zeros((num_points, d)), jnp.zeros((), jnp.int32), jnp.zeros(d), split.theta))
+        sent = TargetBroadcast(jnp.zeros((num_points, d)), jnp.zeros((), jnp.int32), jnp.zeros(d), split.theta)
+        return begun(sent, again)
 
     def broadcast(key: Array, server: TargetServer) -> Broadcast:
         return Broadcast(server.sent)
@@ -69,7 +82,12 @@ def target_round(split: SplitModel, marginal: Marginal, num_points: int) -> Fede
             return factor.log_f(z, frame, factor.nodes(jax.random.fold_in(key, s)))
 
         places = sent.first + jnp.arange(num_points), sent.points
-        return jax.lax.map(one, places, batch_size=factor.batch_of(num_points)), silo
+        log_f = jax.lax.map(one, places, batch_size=factor.batch_of(num_points))
+        if again:
+            better = silo_factor(split, finer, data, components, sent.theta)
+            at = lambda z: better.log_f(z, frame, better.nodes(None))
+            log_f = jnp.append(log_f, jax.lax.map(at, sent.points[:again], batch_size=better.batch_of(again)))
+        return log_f, silo
 
     @in_x64
     def total(messages: Array) -> Array:
@@ -86,15 +104,20 @@ def target_round(split: SplitModel, marginal: Marginal, num_points: int) -> Fede
     return FederatedAlgorithm(init, nothing, broadcast, silo_step, aggregate, server_step).traced_once()
 
 
-def begun(sent: TargetBroadcast) -> TargetServer:
+def num_refined(marginal: Marginal, num_points: int) -> int:
+    """Points at which locals are integrated again, with twice the nodes."""
+    return min(REFINED, num_points) if marginal.kind == "quadrature" else 0
+
+
+def begun(sent: TargetBroadcast, again: int) -> TargetServer:
     """Before the round: the points, and nothing known of them."""
-    num = sent.points.shape[:1]
-    unknown = (jax.ShapeDtypeStruct(num, sent.points.dtype), jax.ShapeDtypeStruct(num, np.float64))
+    num = sent.points.shape[0]
+    unknown = (jax.ShapeDtypeStruct((num,), sent.points.dtype), jax.ShapeDtypeStruct((num + again,), np.float64))
     return TargetServer(sent, *zeros_like(unknown))
 
 
-def _begin(sent: TargetBroadcast, left: Left, fresh: Any) -> Begun:
-    return Begun(begun(sent))
+def _begin(sent: TargetBroadcast, again: int, left: Left, fresh: Any) -> Begun:
+    return Begun(begun(sent, again))
 
 
 def exact_marginal(split: SplitModel, survey: Survey, posterior: Posterior) -> Marginal:
@@ -107,33 +130,40 @@ def exact_marginal(split: SplitModel, survey: Survey, posterior: Posterior) -> M
     return found._replace(num=max(found.num, asked, DRAWS if found.kind == "importance_weighted" else 1))
 
 
+def target_phase(runner: Runner, name: str, marginal: Marginal, size: int) -> Phase:
+    """One block of points; how it begins is left open."""
+    split = runner.split
+    make = partial(target_round, split, marginal, size)
+    return Phase(
+        name,
+        remembered(make, "target", ByIdentity(split), marginal, size),
+        finish=lambda left, server, info: left._replace(server=server),
+        cohort=len(runner.stack.names),
+        role="check",
+        effort="some",
+        looks_at_data=size * marginal.evaluations(split),
+        watched=False,  # a density may well be zero at some of the points
+    )
+
+
 def log_target(
     runner: Runner, name: str, marginal: Marginal, points: np.ndarray, first: int, centre: np.ndarray, theta: dict
-) -> np.ndarray | None:
-    """log p(z, y) at points (S, d) that begin at place ``first`` of their sequence, float64; None: interrupted.
+) -> Target | None:
+    """log p(z, y) at points (S, d) that begin at place ``first`` of their sequence; None: interrupted.
 
     ``name`` is the phase's: of the records, and of the stream of random numbers.
     """
-    split, out = runner.split, []
+    out, refined = [], []
     for start in range(0, len(points), BLOCK):
         block, place = points[start : start + BLOCK], np.asarray(first + start, np.int32)
         sent = TargetBroadcast(put(block), put(place), put(centre.astype(block.dtype)), theta)
-        size = len(block)
-        make = partial(target_round, split, marginal, size)
-        phase = Phase(
-            name,
-            remembered(make, "target", ByIdentity(split), marginal, size),
-            begin=partial(_begin, sent),
-            finish=lambda left, server, info: left._replace(server=server),
-            cohort=len(runner.stack.names),
-            role="check",
-            effort="some",
-            looks_at_data=size * marginal.evaluations(split),
-            watched=False,  # a density may well be zero at some of the points
-        )
+        size, again = len(block), num_refined(marginal, len(block))
+        phase = target_phase(runner, name, marginal, size)._replace(begin=partial(_begin, sent, again))
         left, _ = runner.run((phase,), Left(), tuple(() for _ in runner.stack.buckets), None)
         if left.interrupted:
             return None
         found: Any = left.server
-        out.append(np.asarray(found.log_prior, np.float64) + np.asarray(found.log_f))
-    return np.concatenate(out)
+        log_f = np.asarray(found.log_f)
+        out.append(np.asarray(found.log_prior, np.float64) + log_f[:size])
+        refined.append(log_f[size:] - log_f[:again])
+    return Target(np.concatenate(out), refined[0])

@@ -1,0 +1,64 @@
+"""Programs that are compiled before they are needed, beside what goes on: XLA compiles without Python's lock.
+
+Tracing a model is Python's work and stays where it is; what a thread does is the compiler's part alone. A program that
+was compiled so is the very one that a later call of the same function finds.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from numpyro_fed.memo import ByIdentity
+
+KEPT = 128
+
+_begun: "OrderedDict[Hashable, Future | None]" = OrderedDict()  # None: it was compiled when it was called
+
+
+@lru_cache(maxsize=1)
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=2, thread_name_prefix="numpyro_fed compiler")
+
+
+def worthwhile() -> bool:
+    """Whether there is a processor to spare."""
+    free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return free > 1
+
+
+def begin(key: Hashable, lower: Callable[[], Any]) -> None:
+    """Compile what ``lower`` gives, unless the program is there already."""
+    if key not in _begun:
+        _keep(key, _threads().submit(lower().compile))
+
+
+def wait(key: Hashable) -> None:
+    """Until a program that was begun is there; its errors are those of the call that follows."""
+    found = _begun.get(key)
+    if found is not None:
+        found.exception()
+    _keep(key, None)
+
+
+def busy() -> bool:
+    """Whether a program is being compiled."""
+    return any(found is not None and not found.done() for found in _begun.values())
+
+
+def program(algorithm: Any, effort: str, arguments: Any) -> Hashable:
+    """What tells programs of an engine apart."""
+    leaves, structure = jax.tree.flatten(arguments)
+    shapes = tuple((getattr(leaf, "shape", ()), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves)
+    return ByIdentity(algorithm), effort, structure, shapes
+
+
+def _keep(key: Hashable, value: Future | None) -> None:
+    _begun[key] = value
+    _begun.move_to_end(key)
+    while len(_begun) > KEPT:
+        _begun.popitem(last=False)
