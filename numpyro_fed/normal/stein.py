@@ -78,30 +78,29 @@ def moments(
 
 def regressed(
     points: Float[Array, "l d"], gradients: Float[Array, "l d"], weight: Float[Array, " l"]
-) -> tuple[Float[Array, " d"], Float[Array, "d d"]]:
-    r"""Mean and precision of p from points that are about standard normal, weighted to stand for draws of p. Float64.
+) -> tuple[Float[Array, " d"], Float[Array, " d"], Float[Array, "d d"]]:
+    r"""Centre, slope there and precision of p, from points that are weighted to stand for draws of p. Float64.
 
-    Gradients are regressed on points, :math:`P = \mathrm{sym}\, C_W(g, x) C_W(x, x)^{-1}`, and the mean is where they
-    are zero, :math:`\bar x - P^{-1} \bar g`. Where p is normal both are exact, whatever the weights.
+    Gradients are regressed on points, :math:`P = \mathrm{sym}\, C_W(g, x) C_W(x, x)^{-1}`, and p's mean is where they
+    are zero, :math:`\bar x - P^{-1} \bar g`. Where p is normal that and P are exact, whatever the weights.
 
     Args:
         weight: not negative, adding up to one.
 
     >>> x = jax.random.normal(jax.random.key(0), (8, 2))
-    >>> mean, precision = regressed(x, 4.0 * (x - 3.0), jnp.full(8, 1 / 8))
-    >>> [round(float(number), 3) for number in (*mean, precision[0, 0], precision[0, 1])]
+    >>> centre, slope, precision = regressed(x, 4.0 * (x - 3.0), jnp.full(8, 1 / 8))
+    >>> [round(float(number), 3) for number in (*(centre - slope / 4), precision[0, 0], precision[0, 1])]
     [3.0, 3.0, 4.0, 0.0]
     """
 
     @in_x64
-    def run(points: Array, gradients: Array, weight: Array) -> tuple[Array, Array]:
+    def run(points: Array, gradients: Array, weight: Array) -> tuple[Array, Array, Array]:
         weight = weight / jnp.sum(weight)
         centre, level = weight @ points, weight @ gradients
         away = points - centre
         spread = (weight[:, None] * away).T @ away + TINY * jnp.eye(points.shape[1])
         cross = (weight[:, None] * away).T @ (gradients - level)
         found = lapack.solve(spread, cross)
-        precision = 0.5 * (found + found.T)
-        return centre - lapack.solve(precision, level[:, None])[:, 0], precision
+        return centre, level, 0.5 * (found + found.T)
 
     return run(points, gradients, weight)

@@ -29,6 +29,7 @@ FEWEST, EACH = 256, 4  # points, in all and for each dimension
 NEEDED, NEEDED_EACH = 0.2, 1.5  # effective: a share of the points, and so many for each dimension
 HALVINGS = 12  # of the interval in which beta lies
 LEAST, MOST = 0.02, 50.0  # variances of the tilted distribution in those of the proposal
+FAR = 3.0  # sds by which its mean is moved at once
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Stein(Weighted):
 
     name = "stein"
     gradients = True
+    enough = (0.2, 0.0)  # what is not in the weights is in the power to which they are taken
     most_dims = 500
 
     def points(self, d: int, correlations: bool) -> int:
@@ -51,16 +53,20 @@ class Stein(Weighted):
         num, d = eps.shape
         log_w = seen.log_w - jnp.max(seen.log_w)
         weight = jax.nn.softmax(_power(log_w, max(NEEDED * num, NEEDED_EACH * d)) * log_w)
-        mean, precision = stein.regressed(eps, seen.downhill, weight)
+        mean, root = _within(*stein.regressed(eps, seen.downhill, weight))
+        fine = jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))
+        return Found(mean, root, effective(jax.nn.softmax(log_w)), fine)
 
-        @in_x64
-        def root(precision: Array) -> tuple[Array, Array]:
-            values, vectors = lapack.eigh(precision)
-            kept = jnp.clip(values, 1 / MOST, 1 / LEAST)
-            return vectors * jax.lax.rsqrt(kept), jnp.all(values == kept)
 
-        root_, whole = root(precision)
-        return Found(mean, root_, effective(jax.nn.softmax(log_w)), whole & jnp.all(jnp.isfinite(mean)))
+@in_x64
+def _within(centre: Array, slope: Array, precision: Array) -> tuple[Array, Array]:
+    """Mean and a root of the covariance, not too far from the proposal's: what is not convex is left in steps."""
+    values, vectors = lapack.eigh(precision)
+    values = jnp.clip(values, 1 / MOST, 1 / LEAST)
+    along = vectors.T @ slope
+    far = jnp.sqrt(jnp.sum(along**2 / values) / len(slope))  # in the found normal's own sds, a coordinate
+    step = vectors @ (along / values) * jnp.minimum(1.0, FAR / jnp.maximum(far, FAR))
+    return centre - step, vectors * jax.lax.rsqrt(values)
 
 
 def effective(weight: Array) -> Array:

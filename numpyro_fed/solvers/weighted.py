@@ -6,7 +6,8 @@ With points :math:`e_s` (:mod:`numpyro_fed.normal.points`) placed by the proposa
 
 The proposal is the posterior as broadcast, whose distance from the tilted distribution is what is sought. As long as
 not every silo has been heard the posterior says little, and the proposal is the Laplace approximation of the tilted
-distribution. A proposal with few effective points is replaced by what it found, a few times.
+distribution. A proposal with few effective points is replaced by what it found, a few times; later, when nothing but
+the posterior moves, less readily, for a change of the proposal makes the map jump.
 """
 
 from dataclasses import dataclass
@@ -27,8 +28,6 @@ from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
 Array = jax.Array
 TRIES = 5
-ENOUGH = 0.5  # of the points effective
-BARELY = 0.1  # enough once settled: to change the proposal then would make the map jump
 INFLATION = 1.3  # of the covariance of a proposal that follows a bad one
 
 
@@ -54,6 +53,7 @@ class Weighted(BaseSolver):
 
     num_points: int | None = None
     begins_at_q = True
+    enough: ClassVar[tuple[float, float]] = (0.5, 0.1)  # effective, of all points, for a proposal: at first, and later
     gradients: ClassVar[bool] = False  # whether factors are differentiated at the points
 
     def points(self, d: int, correlations: bool) -> int:
@@ -76,7 +76,7 @@ class Weighted(BaseSolver):
         known = None if full else tree_where(tilted.warming_up, affine.coordinates(family, tilted.q), solver_state)
         begin, frame = newton.begin(tilted, factor, frame, known)
         least = 1 if full and tilted.q_is_close else 3  # where q is not what it should be, the proposal has to be found
-        enough = jnp.where(tilted.warming_up, ENOUGH, BARELY)
+        enough = jnp.where(tilted.warming_up, *self.enough)
 
         def unfinished(carry: _Try) -> Array:
             return (carry.tries < TRIES) & ((carry.tries < least) | (carry.ess < enough))
