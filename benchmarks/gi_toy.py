@@ -61,9 +61,9 @@ def methods(model, layers, steps):
     # as many rows for all silos as for one, and as many steps with each
     gi = nf.GIPVI(model, layers, num_inducing=40, local_steps=steps)
     return {
-        "GI, one silo": (gi, 1, 2, None),
-        "GI, sequential": (nf.GIPVI(model, layers, num_inducing=10, local_steps=steps), 10, 40, "sequential"),
-        "GI, synchronous": (nf.GIPVI(model, layers, num_inducing=10, local_steps=steps), 10, 6, None),
+        "GI, one silo": (gi, 1, 10, None),
+        "GI, sequential": (nf.GIPVI(model, layers, num_inducing=10, local_steps=steps), 10, 100, "sequential"),
+        "GI, synchronous": (nf.GIPVI(model, layers, num_inducing=10, local_steps=steps), 10, 10, None),
         "mean field, one silo": (nf.PVI(model, family="diagonal", solver=mean_field, damping=1.0), 1, 4, None),
     }
 
