@@ -55,27 +55,24 @@ def _exact(split: SplitModel, family: Family) -> Prior | None:
     with jax.enable_x64(True):  # no draws are made here, so the model may be traced in float64
         log_prior = lambda z: split.log_prior(z, split.theta)
         dense = d <= MOST_DENSE or family.kind == "full"
-        precision = (_dense if dense else _diagonal)(log_prior, d, family)
+        places = _places(d)  # not at zero, where NumPyro's gradients of logits are wrong
+        at_zero, slopes, precision = (_dense if dense else _diagonal)(log_prior, places, family)
         if precision is None:
             return None
-        both = jax.jit(jax.value_and_grad(log_prior), compiler_options=UNOPTIMISED)
-        at_zero = both(np.zeros(d))[0]
-        place = _places(d)[0]  # not at zero, where NumPyro's gradients of logits are wrong
-        times = precision @ place if np.ndim(precision) == 2 else precision * place
-        slope = np.asarray(both(place)[1]) + times
-        if not _linear(both, slope, precision):
+        slope = slopes[0] + (precision @ places[0] if np.ndim(precision) == 2 else precision * places[0])
+        if not _linear(places, slopes, slope, precision):
             return None
-        return Prior(Natural(*put((precision, slope))), True, float(at_zero))
+        return Prior(Natural(*put((precision, slope))), True, at_zero)
 
 
-def _linear(both: Callable, slope: np.ndarray, precision: np.ndarray) -> bool:
+def _linear(places: np.ndarray, slopes: np.ndarray, slope: np.ndarray, precision: np.ndarray) -> bool:
     """Whether the gradient is a quadratic's: a Laplace prior's jumps, though its Hessian is the same everywhere."""
     dense = np.ndim(precision) == 2
-    for z in _places(slope.shape[0]):
+    for z, found in zip(places, slopes, strict=True):
         times = precision @ z if dense else precision * z
         size = np.abs(precision) @ np.abs(z) if dense else np.abs(times)
         allowed = 1e-5 * (np.abs(slope) + size) + 1e-9
-        if not np.all(np.abs(np.asarray(both(z)[1]) - (slope - times)) <= allowed):
+        if not np.all(np.abs(found - (slope - times)) <= allowed):
             return False
     return True
 
@@ -84,10 +81,20 @@ def _places(d: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(3, d)) * np.array([[0.3], [1.0], [2.0]])
 
 
-def _dense(log_prior: Callable, d: int, family: Family) -> np.ndarray | None:
+Looked = tuple[float, np.ndarray, np.ndarray | None]  # log p(0), slopes at the places, the precision if there is one
+
+
+def _dense(log_prior: Callable, places: np.ndarray, family: Family) -> Looked:
     """The precision, if the log density is quadratic and the family can keep it."""
-    hessian = jax.jit(jax.hessian(log_prior), compiler_options=UNOPTIMISED)
-    found = np.stack([np.asarray(hessian(z)) for z in _places(d)])
+
+    def slope(z: Array) -> tuple[Array, tuple[Array, Array]]:
+        value, gradient = jax.value_and_grad(log_prior)(z)
+        return gradient, (value, gradient)
+
+    look = jax.jit(jax.jacfwd(slope, has_aux=True), compiler_options=UNOPTIMISED)
+    at_zero = float(look(np.zeros(places.shape[1]))[1][0])
+    looks = [jax.device_get(look(z)) for z in places]
+    found, slopes = np.stack([hessian for hessian, _ in looks]), np.stack([gradient for _, (_, gradient) in looks])
     size = np.max(np.abs(found))
     scale = np.sqrt(np.max(np.abs(np.diagonal(found, axis1=1, axis2=2)), axis=0))
     unit = np.outer(scale, scale)  # of each pair: one tight prior must not hide what another is
@@ -95,23 +102,32 @@ def _dense(log_prior: Callable, d: int, family: Family) -> np.ndarray | None:
     diagonal = np.diag(found[0])
     alone = np.all(np.abs(found[0] - np.diag(diagonal)) <= 1e-9 * unit + 1e-12)
     if not quadratic or (family.kind != "full" and not alone):
-        return None
-    return -found[0] if family.kind == "full" else _kept(-diagonal, size, family)
+        return at_zero, slopes, None
+    return at_zero, slopes, -found[0] if family.kind == "full" else _kept(-diagonal, size, family)
 
 
-def _diagonal(log_prior: Callable, d: int, family: Family) -> np.ndarray | None:
+def _diagonal(log_prior: Callable, places: np.ndarray, family: Family) -> Looked:
     """The same without a matrix, for families without correlations.
 
     A Hessian H is the same everywhere if Hv is, for random v; it is diagonal, D, if H1 = D1 and Hv = Dv.
     """
-    times = jax.jit(lambda z, v: jax.jvp(jax.grad(log_prior), (z,), (v,))[1], compiler_options=UNOPTIMISED)
+    d = places.shape[1]
+
+    def look(z: Array, v: Array) -> tuple[Array, Array, Array]:
+        (value, gradient), (_, along) = jax.jvp(jax.value_and_grad(log_prior), (z,), (v,))
+        return value, gradient, along
+
+    program = jax.jit(look, compiler_options=UNOPTIMISED)
     probes = np.concatenate([np.ones((1, d)), np.random.default_rng(1).normal(size=(2, d))])
-    found = np.stack([[np.asarray(times(z, v)) for v in probes] for z in _places(d)])
+    at_zero = float(program(np.zeros(d), probes[0])[0])
+    looks = [[jax.device_get(program(z, v)) for v in probes] for z in places]
+    slopes = np.stack([own[0][1] for own in looks])
+    found = np.stack([[along for _, _, along in own] for own in looks])
     size = np.max(np.abs(found))
     quadratic = np.all(np.isfinite(found)) and np.max(np.abs(found - found[0])) <= 1e-5 * size
     diagonal = found[0, 0]
     alone = np.max(np.abs(found[0] - probes * diagonal)) <= 1e-9 * size
-    return _kept(-diagonal, size, family) if quadratic and alone else None
+    return at_zero, slopes, _kept(-diagonal, size, family) if quadratic and alone else None
 
 
 def _kept(precision: np.ndarray, size: float, family: Family) -> np.ndarray | None:
