@@ -192,12 +192,14 @@ def _run_rounds(
         server, info = algorithm.server_step(server_keys[i], server, aggregate)
         return server, silos, info
 
-    shapes = jax.eval_shape(one_round, 0, server, silos)[2]
+    one_round = jax.jit(one_round)  # traced once, for its shapes and for the loop
+    at = jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = jax.eval_shape(one_round, at, server, silos)[2]
     history = jax.tree.map(lambda leaf: zeros((CHUNK, *leaf.shape), leaf.dtype), shapes)
 
     def body(i: Any, carry: tuple) -> tuple:
         server, silos, history = carry
-        server, silos, info = one_round(i, server, silos)
+        server, silos, info = one_round(i.astype(jnp.int32), server, silos)
         return server, silos, jax.tree.map(lambda rows, row: rows.at[i].set(row), history, info)
 
     return jax.lax.fori_loop(0, count, body, (server, silos, history))
