@@ -72,8 +72,8 @@ def programs() -> Iterator[list[str]]:
 
 @pytest.mark.slow
 def test_a_first_run_compiles_few_programs(programs: list[str]) -> None:
-    # one for each phase (survey, rounds, nodes, points, finer points, locals, modes), two states, two silos'
-    # certificates, the prior's gradient and Hessian, the globals' values: 12. An eager jnp operation is one more
+    # 14: a phase each (survey, rounds, nodes, points, finer points, locals, modes), two silos' certificates, the prior,
+    # two phases' fresh states, the globals' values, what silos' locals are drawn at. An eager operation is one more
     model, data, key = Model(), silos(), jax.random.key(0)
     forget()
     jax.clear_caches()

@@ -231,6 +231,18 @@ def test_weights_are_smoothed() -> None:
     assert np.all(np.isneginf(importance.pareto_smoothed(given)[0][:10]))
 
 
+@pytest.mark.parametrize("num", [30, 256, 2048])
+def test_smoothed_weights_are_those_of_arviz(num: int) -> None:
+    arviz = pytest.importorskip("arviz")
+    if not hasattr(arviz, "psislw"):
+        pytest.skip("ArviZ 1 has it elsewhere")
+    given = np.random.default_rng(num).standard_t(3, size=num)
+    smoothed, pareto_k = importance.pareto_smoothed(given)
+    expected, k = arviz.psislw(given - given.max())
+    np.testing.assert_allclose(smoothed, expected - logsumexp(expected), rtol=0, atol=1e-10)  # the same in float64
+    assert pareto_k == pytest.approx(float(k), abs=1e-10)
+
+
 # --- posteriors that are not normal, and locals that need draws, in the default precision -----------------------------
 
 

@@ -53,21 +53,46 @@ def pareto_smoothed(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
     >>> pareto_smoothed(np.zeros(64))[1]
     -inf
     """
-    import arviz
-
     finite = np.isfinite(log_weights)
     given = log_weights[finite] - np.max(log_weights[finite])
-    if np.ptp(given) < 1e-6:
-        smoothed, pareto_k = np.zeros_like(given), -np.inf
-    elif arviz.__version__.startswith("0."):
-        smoothed, pareto_k = arviz.psislw(given)
-    else:
-        from arviz_stats.base import array_stats
-
-        smoothed, pareto_k = array_stats.psislw(-given)  # it takes log likelihoods, whose weights are their inverse
+    smoothed, k = (np.zeros_like(given), -np.inf) if np.ptp(given) < 1e-6 else _smoothed(given)
     out = np.full_like(log_weights, -np.inf)
     out[finite] = smoothed - logsumexp(smoothed)
-    return out, float(pareto_k)
+    return out, float(k)
+
+
+def _smoothed(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
+    """Of log weights whose largest is 0: those in the tail become quantiles of the generalised Pareto fitted to it."""
+    num = len(log_weights)
+    tail = int(np.ceil(min(num / 5, 3 * np.sqrt(num))))
+    order = np.argsort(log_weights)
+    least = max(log_weights[order[-tail - 1]], np.log(np.finfo(float).tiny))
+    above = order[log_weights[order] > least]
+    if len(above) < 5:  # too few to fit anything to
+        return log_weights, np.inf
+    with np.errstate(all="ignore"):
+        k, sigma = _generalised_pareto(np.exp(log_weights[above]) - np.exp(least))
+        if not np.isfinite(k):
+            return log_weights, k
+        beyond = -np.log1p(-(np.arange(len(above)) + 0.5) / len(above))  # quantiles of a standard exponential
+        excess = sigma * (np.expm1(k * beyond) / k if abs(k) > np.finfo(float).eps else beyond)
+        out = np.array(log_weights, np.float64)
+        out[above] = np.minimum(np.log(excess + np.exp(least)), 0.0)
+    return out, k
+
+
+def _generalised_pareto(x: np.ndarray) -> tuple[float, float]:
+    """k and sigma of excesses x, ascending: the estimator of :func:`pareto_k`."""
+    tail = len(x)
+    grid = np.arange(1, 30 + int(np.sqrt(tail)) + 1) - 0.5
+    b = 1 / x[-1] + (1 - np.sqrt(len(grid) / grid)) / (3 * x[int(tail / 4 + 0.5) - 1])
+    k = np.mean(np.log1p(-b[:, None] * x), axis=1)
+    likelihood = tail * (np.log(-b / k) - k - 1)
+    likelihood = np.where(np.isnan(likelihood), -np.inf, likelihood)
+    mean = float(np.sum(np.exp(likelihood - logsumexp(likelihood)) * b))
+    found = float(np.mean(np.log1p(-mean * x)))
+    k_hat = (tail * found + 10 * 0.5) / (tail + 10)
+    return (np.inf if np.isnan(k_hat) else k_hat), -found / mean  # NaN: one weight is all there is
 
 
 @in_x64

@@ -12,6 +12,7 @@ each local plate it returns three numbers: the worst row's k, how many rows have
 and how many rows there are. Where rows meet in a term the silo's locals have one weight together.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -29,7 +30,7 @@ from numpyro_fed.local.bound import Weighting, combined, row_weights
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.precision import to_user_dtype
+from numpyro_fed.precision import UNOPTIMISED, to_user_dtype
 from numpyro_fed.results.importance import pareto_k
 from numpyro_fed.results.looks import LocalLook
 from numpyro_fed.run.runner import Runner
@@ -64,10 +65,11 @@ class HasLocals(Protocol):
 
 
 class LocalsServer(NamedTuple):
-    """What the globals are drawn with, and what the silos answered."""
+    """All that a silo receives, and what they answered."""
 
-    words: Array  # of the key, uint32
-    server: PyTree  # the method's own state
+    z: Array  # (Z, d): draws of the globals
+    theta: dict[str, Array]
+    context: PyTree
     found: "LocalsMessage"
 
 
@@ -79,14 +81,12 @@ class LocalsMessage(NamedTuple):
     rows: dict[str, Array]
 
 
-def locals_round(split: SplitModel, posterior: Any, rows: str, num: int, generator: Any) -> FederatedAlgorithm:
+def locals_round(split: SplitModel, posterior: Any, rows: str, num: int) -> FederatedAlgorithm:
     """The round as pure functions; ``rows`` says how terms find their rows, ``num`` is the number of draws."""
     weighting = Weighting(num, rows)
 
     def broadcast(key: Array, server: LocalsServer) -> Broadcast:
-        keys = jax.random.split(jax.random.wrap_key_data(server.words, impl=generator), GLOBALS)
-        z = jax.lax.map(lambda own: posterior.sample(own, server.server), keys)  # (Z, d)
-        return Broadcast((z, posterior.theta(server.server), posterior.local_context(server.server)))
+        return Broadcast((server.z, server.theta, server.context))
 
     def silo_step(key: Array, broadcast: Broadcast, silo: Any, data: SiloData) -> tuple[LocalsMessage, Any]:
         z, theta, context = broadcast.common
@@ -150,6 +150,16 @@ def num_draws(split: SplitModel, stack: Stack) -> int:
     return num
 
 
+def _sent(posterior: Any) -> Callable[[Key, PyTree], tuple[Array, dict[str, Array], PyTree]]:
+    """What silos receive, made from the method's own state in one program: draws of the globals, theta, the context."""
+
+    def run(key: Key, server: PyTree) -> tuple[Array, dict[str, Array], PyTree]:
+        z = jax.lax.map(lambda own: posterior.sample(own, server), jax.random.split(key, GLOBALS))
+        return z, posterior.theta(server), posterior.local_context(server)
+
+    return jax.jit(run, compiler_options=UNOPTIMISED)
+
+
 def look_at_locals(
     runner: Runner, posterior: Posterior, rows: str, server: PyTree, states: tuple
 ) -> dict[str, LocalLook] | str | None:
@@ -162,12 +172,14 @@ def look_at_locals(
     num, key = num_draws(split, runner.stack), folded(runner.key, LOCALS)
     counts = {group.name: np.zeros((), jnp.result_type(int)) for group in split.groups}
     unknown = LocalsMessage(*put(({group: np.zeros((), real_dtype()) for group in counts}, counts, counts)))
-    begun = LocalsServer(jax.random.key_data(key), server, unknown)
-    make = partial(locals_round, split, posterior, rows, num, jax.random.key_impl(key))
     shared = getattr(posterior, "local_program", ByIdentity(posterior))
+    draw = remembered(lambda: _sent(posterior), "sent to locals", ByIdentity(split), shared)
+    z, theta, context = draw(key, server)
+    begun = LocalsServer(z, theta, context, unknown)
+    make = partial(locals_round, split, posterior, rows, num)
     phase = Phase(
         "locals",
-        remembered(make, "locals", ByIdentity(split), shared, rows, num, str(jax.random.key_impl(key))),
+        remembered(make, "locals", ByIdentity(split), shared, rows, num),
         begin=lambda left, fresh: Begun(begun),
         cohort=len(runner.stack.names),
         role="check",
