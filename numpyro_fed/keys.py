@@ -114,9 +114,14 @@ def normal(key: Any, shape: tuple[int, ...]) -> Any:
     >>> bool(jnp.all(normal(key, (3, 2)) == jax.random.normal(key, (3, 2))))
     True
     """
-    if _is_threefry(key) and math.prod(shape) < 2**32:
-        key = jax.random.wrap_key_data(jax.random.key_data(key), impl=ONE_PASS)
-    return jax.random.normal(key, shape)
+    size = math.prod(shape)
+    if not _is_threefry(key) or size >= 2**32:
+        return jax.random.normal(key, shape)
+    key = jax.random.wrap_key_data(jax.random.key_data(key), impl=ONE_PASS)
+    drawn = jax.random.normal(key, (size,))  # a vector: XLA on a CPU does not vectorise along a last axis of one
+    # XLA on a CPU would draw the same numbers again in every place that uses them, and sees through barriers; a quotient
+    # it computes once. That the divisor is 1 it cannot know.
+    return (drawn / jnp.minimum(1 + drawn**2, 1)).reshape(shape)
 
 
 def silo_words(key: Any, words: Any) -> tuple[Any, ...]:

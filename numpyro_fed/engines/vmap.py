@@ -255,19 +255,22 @@ def _run_rounds(
     round_keys = jax.vmap(lambda i: jax.random.fold_in(key, first + i))(jnp.arange(CHUNK + 1))
     server_keys = jax.vmap(lambda key: jax.random.fold_in(key, SERVER))(round_keys)
 
+    at = lambda rows, i: jax.lax.dynamic_index_in_dim(rows, i, keepdims=False)  # without a look whether i is inside
+
     def words_at(i: Any) -> tuple:
         """Of the keys of who takes part in a round."""
-        who = places.words if cohorts is None else places.words[cohorts[jnp.minimum(i, CHUNK - 1)]]
-        return silo_words(round_keys[i], who)
+        who = places.words if cohorts is None else places.words[at(cohorts, i)]
+        return silo_words(at(round_keys, i), who)
 
     def one_round(i: Any, server: Any, silos: tuple, words: tuple) -> tuple[Any, tuple, dict]:
-        broadcast, keys = algorithm.broadcast(server_keys[i], server), keys_of(words, key)
+        server_key, keys = at(server_keys, i), keys_of(words, key)
+        broadcast = algorithm.broadcast(server_key, server)
         if cohorts is None:
             messages, silos, index = everyone(keys, broadcast, silos)
         else:
-            messages, silos, index = some(keys, broadcast, silos, cohorts[i])
+            messages, silos, index = some(keys, broadcast, silos, at(cohorts, i))
         aggregate = algorithm.aggregate(messages, Cohort(index, num_silos))
-        server, info = algorithm.server_step(server_keys[i], server, aggregate)
+        server, info = algorithm.server_step(server_key, server, aggregate)
         return server, silos, info
 
     size = num_silos if cohorts is None else cohorts.shape[1]
@@ -277,7 +280,7 @@ def _run_rounds(
     def body(i: Any, carry: tuple) -> tuple:
         server, silos, history, words = carry
         server, silos, info = one_round(i, server, silos, words)
-        history = jax.tree.map(lambda rows, row: rows.at[i].set(row), history, info)
+        history = jax.tree.map(lambda rows, row: jax.lax.dynamic_update_index_in_dim(rows, row, i, 0), history, info)
         # the next round's: what the loop carries is computed once, and not again for every row that is drawn with it
         return server, silos, history, words_at(i + 1)
 

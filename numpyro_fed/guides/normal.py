@@ -54,15 +54,18 @@ class GlobalNormal:
     def noise(self, key: Array, d: int) -> Array:
         return normal(key, (d + (self._rank(d) if self.global_cov == "low_rank" else 0),))
 
-    def sample_global(self, params: dict[str, Array], base: GlobalBase, eps: Array) -> Array:
-        d = base.loc.shape[0]
+    def _white(self, params: dict[str, Array], eps: Array) -> Array:
+        """A draw in units of the base."""
         if self.global_cov == "full":
-            scaled = jnp.exp(params["log_scale"]) * (eps + jnp.tril(params["tril"], -1) @ eps)
-            return base.loc + base.scale @ (params["loc"] + scaled)
-        scaled = jnp.exp(params["log_scale"]) * eps[:d]
-        if self.global_cov == "low_rank":
-            scaled = scaled + params["factor"] @ eps[d:]
-        return base.loc + base.scale * (params["loc"] + scaled)
+            return params["loc"] + jnp.exp(params["log_scale"]) * (eps + jnp.tril(params["tril"], -1) @ eps)
+        white = params["loc"] + jnp.exp(params["log_scale"]) * eps[: params["loc"].shape[0]]
+        return white + params["factor"] @ eps[params["loc"].shape[0] :] if self.global_cov == "low_rank" else white
+
+    def _in_model(self, base: GlobalBase, white: Array) -> Array:
+        return base.loc + (base.scale @ white if self.global_cov == "full" else base.scale * white)
+
+    def sample_global(self, params: dict[str, Array], base: GlobalBase, eps: Array) -> Array:
+        return self._in_model(base, self._white(params, eps))
 
     def log_prob_global(self, params: dict[str, Array], base: GlobalBase, z: Array) -> Array:
         d = base.loc.shape[0]
@@ -80,7 +83,7 @@ class GlobalNormal:
         return -0.5 * jnp.sum(eps**2) - jnp.sum(params["log_scale"]) - jnp.sum(jnp.log(base.scale)) - 0.5 * d * LOG_2PI
 
     def mean_global(self, params: dict[str, Array], base: GlobalBase) -> Array:
-        return base.loc + (base.scale @ params["loc"] if self.global_cov == "full" else base.scale * params["loc"])
+        return self._in_model(base, params["loc"])
 
     def covariance(self, params: dict[str, Array], base: GlobalBase) -> Array:
         """Covariance of q(z_G), (d, d)."""
@@ -112,9 +115,22 @@ class GlobalNormal:
         return params, base
 
     def rsample_with_log_prob(self, params: dict[str, Array], base: GlobalBase, eps: Array) -> tuple[Array, Array]:
-        """A draw and its log density; the gradient sticks the landing (the density's parameters are held fixed)."""
-        z = self.sample_global(params, base, eps)
-        return z, self.log_prob_global(jax.lax.stop_gradient(params), base, z)
+        r"""A draw and its log density; the gradient sticks the landing (the density's parameters are held fixed).
+
+        In units of the base the draw is :math:`w = \mu + \sigma \odot L \epsilon`, so the density at it is known from
+        :math:`\epsilon`, and its gradient is :math:`-\sigma^{-1} \odot L^{-\top} \epsilon`: nothing is solved for again.
+        """
+        white = self._white(params, eps)
+        z, held = self._in_model(base, white), jax.lax.stop_gradient(params)
+        if self.global_cov == "low_rank":
+            return z, self.log_prob_global(held, base, z)
+        pull, scale = eps, base.scale
+        if self.global_cov == "full":
+            unit = jnp.tril(held["tril"], -1) + jnp.eye(len(eps))
+            pull, scale = solve_triangular(unit, eps, trans=1, lower=True, unit_diagonal=True), jnp.diagonal(scale)
+        density = -0.5 * jnp.sum(eps**2 + LOG_2PI) - jnp.sum(held["log_scale"]) - jnp.sum(jnp.log(scale))
+        moved = white - jax.lax.stop_gradient(white)  # zero, with the draw's gradient
+        return z, density - jnp.exp(-held["log_scale"]) * pull @ moved
 
     def moments(self, params: dict[str, Array], base: GlobalBase) -> tuple[Array, Array | None, Array]:
         """Mean, Cholesky factor of the covariance (None: diagonal) and conditional sds."""
