@@ -58,8 +58,8 @@ doctests: $(STAMP)  ## the examples in the docstrings
 demo: $(STAMP)  ## the six cities example, from data to comparison
 	$(RUN) examples/six_cities.py
 
-bench: $(STAMP)  ## time the methods
-	$(RUN) -m benchmarks.speed
+bench: $(STAMP)  ## one table of speed: against NumPyro, NUTS and FedJAX, and as rows, silos and dimensions grow
+	$(RUN) -m benchmarks.bench $(BENCH)
 
 docs: $(STAMP)  ## build the documentation into docs/_build/html
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
