@@ -34,6 +34,7 @@ from numpyro_fed.run.check import checked, foreseen
 from numpyro_fed.run.correct import correct
 from numpyro_fed.run.diagnose import NonFinite, explained
 from numpyro_fed.run.finish import finished, warn_of
+from numpyro_fed.run.foresee import foresee
 from numpyro_fed.run.prepare import Prepared, prepare
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import Schedule, as_schedule
@@ -132,7 +133,7 @@ class Method:
         runner = Runner(engine, key, prepared.stack, split, schedule, progress_bar, name)
         runner.surveyed(prepared.sent)
         start = resume.start(init_state, name, program, runner)
-        runner.foresee(next(phase for phase in program.phases if phase.role == "rounds"))
+        foresee(runner, next(phase for phase in program.phases if phase.role == "rounds"))
         runner.later = foreseen(runner, program.posterior, prepared.survey) if check else []
         fit = partial(finished, runner, program.posterior, prepared, silos, self.again(engine), began)
         try:

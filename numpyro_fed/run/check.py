@@ -19,6 +19,7 @@ from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.results.importance import proposal, scrambling
 from numpyro_fed.results.looks import Looks
 from numpyro_fed.results.verdict import Evidence, found_change, globals_at, log_weights
+from numpyro_fed.run.foresee import foresee
 from numpyro_fed.run.locals import look_at_locals
 from numpyro_fed.run.modes import look_for_modes, looked_for, modes_phase, num_searches, with_few_nodes
 from numpyro_fed.run.runner import Runner
@@ -83,7 +84,7 @@ def foreseen(runner: Runner, posterior: Posterior, survey: Survey) -> list[Calla
     phases = [target_phase(runner, "check", marginal, BLOCK)]
     if looked_for(split, marginal):
         phases.append(modes_phase(split, with_few_nodes(marginal, split), num_searches(split)))
-    return [partial(runner.foresee, phase, scheduled=False) for phase in phases]
+    return [partial(foresee, runner, phase, scheduled=False) for phase in phases]
 
 
 def _looked(

@@ -12,6 +12,7 @@ from numpyro_fed.host import real_dtype
 from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import State
+from numpyro_fed.run.foresee import fresh_shapes
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.run.warm_start import warm_start
 
@@ -79,7 +80,7 @@ def _onwards(given: State, states: tuple, method: str, program: Program, runner:
     if hasattr(program.posterior, "reordered"):
         server = program.posterior.reordered(server, order)
     phase: Phase = next(phase for phase in program.phases if phase.role == "rounds")
-    shapes = runner.fresh_shapes(phase.algorithm)
+    shapes = fresh_shapes(runner, phase.algorithm)
     hint = "init_state was made with other settings or data; pass the Fit itself to start from it"
     check_shapes((server, states), shapes, hint)
     runner.round = given.round

@@ -5,7 +5,6 @@ nowhere else. A phase says what to run (:class:`numpyro_fed.algorithm.Phase`), a
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +12,11 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from numpyro_fed import schedules
-from numpyro_fed.algorithm import FederatedAlgorithm, Left, Phase, PyTree
+from numpyro_fed.algorithm import Left, Phase, PyTree
 from numpyro_fed.checks import warn_user
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import ahead, wire
-from numpyro_fed.engines.base import Engine, Traffic, sent_to, traffic
+from numpyro_fed.engines.base import Engine, Traffic, traffic
 from numpyro_fed.engines.stale import current, held, stale
 from numpyro_fed.host import folded
 from numpyro_fed.keys import SERVER, digest
@@ -163,7 +162,7 @@ class Runner:
             key = folded(folded(self.key, self.round), SERVER)
             server = held(phase.algorithm, server, key, len(names))
             phase = phase._replace(algorithm=stale(phase.algorithm, len(names)))
-        ended = self._loop(phase, self.key, server, states, self.round, self._cohorts)
+        ended = self._loop(phase, self.key, server, states, self.round, self.cohorts)
         server = current(ended.server)
         if ended.interrupted or not ended.done:
             return left._replace(server=server, interrupted=ended.interrupted), ended.states
@@ -182,7 +181,7 @@ class Runner:
             return left
         names, cohorts = self.stack.names, None
         if schedules.random(self.schedule) or self.engine.reads_store:
-            cohorts = self._cohorts(self.round, 1)
+            cohorts = self.cohorts(self.round, 1)
         asked = len(names) if cohorts is None else cohorts.shape[1]
         if phase.cohort is not None and phase.cohort != asked:
             cohorts = schedules.sampled(phase.cohort).cohorts(self._cohort_key, names, self.round, 1)
@@ -198,37 +197,6 @@ class Runner:
             return left
         return found
 
-    # --- programs -----------------------------------------------------------------------------------------------------
-
-    def fresh_shapes(self, algorithm: FederatedAlgorithm) -> tuple[PyTree, tuple]:
-        """Of the states that the engine would start with; nothing is computed, and nothing sent."""
-        server = jax.eval_shape(algorithm.init, self.key)
-        if not self.engine.holds_states:
-            return server, ()
-        received = jax.eval_shape(lambda server: sent_to(algorithm.broadcast(self.key, server), 0), server)
-        states = []
-        for b, bucket in enumerate(self.stack.buckets):
-            one = jax.eval_shape(algorithm.init_silo, self.key, received, self.stack.shapes(b))
-            number = len(bucket.names)
-            states.append(jax.tree.map(lambda leaf, n=number: jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype), one))
-        return server, tuple(states)
-
-    def foresee(self, phase: Phase, scheduled: bool = True) -> None:
-        """Begin to compile a phase whose rounds will be asked for, where the engine can do that.
-
-        Args:
-            scheduled: those take part whom the schedule names; else everyone.
-        """
-        if not hasattr(self.engine, "compile_ahead") or (scheduled and schedules.stale(self.schedule)):
-            return
-        algorithm = phase.algorithm if phase.likely is None else phase.likely
-        server, states = self.fresh_shapes(algorithm)
-        plain = partial(jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        cohorts = self._cohorts(0, 1) if scheduled else None
-        self.engine.compile_ahead(
-            algorithm, self.key, self.stack, plain(server), plain(states), cohorts, self._effort(phase)
-        )
-
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def _loop(
@@ -236,7 +204,7 @@ class Runner:
     ) -> "Ended":
         """Rounds of a phase, chunk by chunk: between two chunks the host looks."""
         sent, names = self._traffic(phase, server, states), self.stack.names
-        look, effort = phase.look or phase.num_rounds, self._effort(phase)
+        look, effort = phase.look or phase.num_rounds, self.effort(phase)
         info: dict[str, np.ndarray] = {}
         rows: list[dict[str, np.ndarray]] = []
         done, interrupted, total, shortened = 0, False, phase.num_rounds, 0
@@ -283,7 +251,7 @@ class Runner:
         whole = {name: np.concatenate([one[name] for one in rows]) for name in info}
         return Ended(server, states, whole, done, interrupted, shortened)
 
-    def _effort(self, phase: Phase) -> str:
+    def effort(self, phase: Phase) -> str:
         """Of the compiler: little work is done before a program for much work is compiled."""
         if phase.effort != "some" or phase.looks_at_data is None or not self.stack.known:
             return phase.effort
@@ -301,7 +269,7 @@ class Runner:
     def _cohort_key(self) -> Any:
         return folded(self.key, COHORTS)
 
-    def _cohorts(self, first: int, count: int) -> Any:
+    def cohorts(self, first: int, count: int) -> Any:
         return self.schedule.cohorts(self._cohort_key, self.stack.names, first, count)
 
     # --- what is counted ----------------------------------------------------------------------------------------------

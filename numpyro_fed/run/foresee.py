@@ -1,0 +1,41 @@
+"""Programs that a run will need, compiled beside what goes on before (:mod:`numpyro_fed.engines.ahead`)."""
+
+from functools import partial
+
+import jax
+
+from numpyro_fed import schedules
+from numpyro_fed.algorithm import FederatedAlgorithm, Phase, PyTree
+from numpyro_fed.engines.base import sent_to
+from numpyro_fed.run.runner import Runner
+
+
+def fresh_shapes(runner: Runner, algorithm: FederatedAlgorithm) -> tuple[PyTree, tuple]:
+    """Of the states that the engine would start with; nothing is computed, and nothing sent."""
+    key, stack = runner.key, runner.stack
+    server = jax.eval_shape(algorithm.init, key)
+    if not runner.engine.holds_states:
+        return server, ()
+    received = jax.eval_shape(lambda server: sent_to(algorithm.broadcast(key, server), 0), server)
+    states = []
+    for b, bucket in enumerate(stack.buckets):
+        one = jax.eval_shape(algorithm.init_silo, key, received, stack.shapes(b))
+        number = len(bucket.names)
+        states.append(jax.tree.map(lambda leaf, n=number: jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype), one))
+    return server, tuple(states)
+
+
+def foresee(runner: Runner, phase: Phase, scheduled: bool = True) -> None:
+    """Begin to compile a phase whose rounds will be asked for, where the engine can do that.
+
+    Args:
+        scheduled: those take part whom the schedule names; else everyone.
+    """
+    begin = getattr(runner.engine, "compile_ahead", None)
+    if begin is None or (scheduled and schedules.stale(runner.schedule)):
+        return
+    algorithm = phase.algorithm if phase.likely is None else phase.likely
+    plain = partial(jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    server, states = plain(fresh_shapes(runner, algorithm))
+    cohorts = runner.cohorts(0, 1) if scheduled else None
+    begin(algorithm, runner.key, runner.stack, server, states, cohorts, runner.effort(phase))
