@@ -307,11 +307,17 @@ def test_no_array_has_d_squared_elements(name):
 def test_prior_in_many_dimensions_is_checked_without_a_matrix(x64):
     d, sds = 600, jnp.linspace(0.5, 3.0, 600)
     normal = lambda z: jnp.sum(dist.Normal(1.0, sds).log_prob(z))
-    assert np.allclose(prior._diagonal(normal, d, DIAGONAL), sds**-2)
-    assert prior._diagonal(normal, d, IDENTITY) is None
-    assert np.allclose(prior._diagonal(lambda z: -0.5 * z @ z, d, IDENTITY), 1.0)
-    assert prior._diagonal(lambda z: jnp.sum(dist.Cauchy(0.0, 1.0).log_prob(z)), d, DIAGONAL) is None
-    assert prior._diagonal(lambda z: -0.5 * z @ z + 0.1 * z[0] * z[1], d, DIAGONAL) is None  # correlated
+
+    def precision(log_prior, family):
+        """From Hessians times probes at three places."""
+        along = jax.jit(lambda z: prior._along(log_prior, prior._probes(d), z))
+        return prior._diagonal(np.stack([along(z) for z in prior._places(d)]), family)
+
+    assert np.allclose(precision(normal, DIAGONAL), sds**-2)
+    assert precision(normal, IDENTITY) is None
+    assert np.allclose(precision(lambda z: -0.5 * z @ z, IDENTITY), 1.0)
+    assert precision(lambda z: jnp.sum(dist.Cauchy(0.0, 1.0).log_prob(z)), DIAGONAL) is None
+    assert precision(lambda z: -0.5 * z @ z + 0.1 * z[0] * z[1], DIAGONAL) is None  # correlated
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def _info_shapes(
     shared: Any,
     server: Any,
     silos: Any,
-    size: int,
+    index: Any,
 ) -> dict[str, Any]:
     """Of a row of the history: from one silo, which is not vectorised for this."""
 
@@ -171,10 +171,10 @@ def _info_shapes(
     data = SiloData(args, mask, shared)
     received = Broadcast(sent.common, of_one(sent.each))
     message, _ = jax.eval_shape(algorithm.silo_step, key, received, of_one(silos), data)
-    stacked = jax.tree.map(lambda leaf: like(leaf, size, *leaf.shape), message)
+    stacked = jax.tree.map(lambda leaf: like(leaf, len(index), *leaf.shape), message)
 
     def info(key: Any, server: Any, messages: Any) -> dict[str, Any]:
-        return algorithm.server_step(key, server, algorithm.aggregate(messages, Cohort(np.arange(size), num_silos)))[1]
+        return algorithm.server_step(key, server, algorithm.aggregate(messages, Cohort(index, num_silos)))[1]
 
     return jax.eval_shape(info, key, server, stacked)
 
@@ -273,8 +273,8 @@ def _run_rounds(
         server, info = algorithm.server_step(server_key, server, aggregate)
         return server, silos, info
 
-    size = num_silos if cohorts is None else cohorts.shape[1]
-    shapes = _info_shapes(algorithm, server_keys[0], num_silos, arrays[0], shared, server, silos[0], size)
+    index = np.arange(num_silos) if cohorts is None else cohorts[0]
+    shapes = _info_shapes(algorithm, server_keys[0], num_silos, arrays[0], shared, server, silos[0], index)
     history = jax.tree.map(lambda leaf: zeros((CHUNK, *leaf.shape), leaf.dtype), shapes)
 
     def body(i: Any, carry: tuple) -> tuple:

@@ -165,5 +165,6 @@ def log_target(
         found: Any = left.server
         log_f = np.asarray(found.log_f)
         out.append(np.asarray(found.log_prior, np.float64) + log_f[:size])
-        refined.append(log_f[size:] - log_f[:again])
+        with np.errstate(invalid="ignore"):  # a density may be zero with either number of nodes
+            refined.append(log_f[size:] - log_f[:again])
     return Target(np.concatenate(out), refined[0])
