@@ -112,9 +112,7 @@ def _of_bucket(broadcast: Broadcast, places: Places, b: int) -> Any:
 
 
 @partial(jax.jit, static_argnums=0)
-def _start(
-    algorithm: FederatedAlgorithm, places: Places, key: Any, arrays: tuple, shared: Any
-) -> tuple[Any, tuple]:
+def _start(algorithm: FederatedAlgorithm, places: Places, key: Any, arrays: tuple, shared: Any) -> tuple[Any, tuple]:
     key = jax.random.fold_in(key, START)
     server = algorithm.init(jax.random.fold_in(key, SERVER))
     broadcast = algorithm.broadcast(jax.random.fold_in(key, SERVER), server)
