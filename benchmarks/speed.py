@@ -8,6 +8,7 @@ Run it with ``make bench``, or ``python -m benchmarks.speed --quick``.
 """
 
 import argparse
+import resource
 import time
 
 import jax
@@ -108,6 +109,60 @@ def fastest(runs, repeats):
     return {name: min(values) / CHUNK * 1e3 for name, values in times.items()}
 
 
+def growth(quick, repeats):
+    """(b) Time per step against NumPyro's as rows grow, two silos."""
+    made, sizes = {}, (1, 4) if quick else (1, 4, 16, 64)
+    for times in sizes:
+        made[f"SVI {times}"] = pooled(structured_guide, times)
+        made[f"SFVI {times}"] = federated(2, times)
+    steps = fastest({name: run for name, (run, _) in made.items()}, repeats)
+    print("\n(b) growth with rows at 2 silos")
+    print(f"{'rows':>8} {'SVI ms':>10} {'SFVI ms':>10} {'SFVI/SVI':>10}")
+    for times in sizes:
+        ours, theirs = steps[f"SFVI {times}"], steps[f"SVI {times}"]
+        print(f"{537 * times:8d} {theirs:10.4f} {ours:10.4f} {ours / theirs:10.2f}", flush=True)
+
+
+def silo_growth(numbers, rows_each=5, rounds=16):
+    """(e) Silos of five children: time to prepare, to compile a step, and of a step by row, in CPU seconds."""
+    print("\n(e) growth with silos of 5 rows, CPU time; ratios to the first line")
+    print(
+        f"{'silos':>8} {'prepare s':>10} {'compile s':>10} {'ratio':>8} {'ns a row':>10} {'ratio':>8} {'memory MB':>10}"
+    )
+    first = None
+    for num in numbers:
+        jax.clear_caches()
+        memo.forget()
+        prepare, seconds, run = silo_run(num, rows_each)
+        by_row = min(cpu_seconds(lambda run=run: run(rounds)) for _ in range(3)) / rounds / (num * rows_each) * 1e9
+        first = first or (seconds, by_row)
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+        ratios = seconds / first[0], by_row / first[1]
+        line = f"{num:8d} {prepare:10.2f} {seconds:10.2f} {ratios[0]:8.2f} {by_row:10.0f} {ratios[1]:8.2f}"
+        print(f"{line} {memory:10.0f}", flush=True)
+
+
+def silo_run(num, rows_each):
+    """Seconds to prepare and to compile, and a compiled run of so many rounds."""
+    children = np.arange(num * rows_each) % len(DATA.smoke)
+    data = dict(smoke=DATA.smoke[children], wheeze=DATA.wheeze[children])
+    silos = nf.split(np.arange(len(children)) // rows_each, shared=dict(age=DATA.age), **data)
+    method = nf.SFVI(model, guide=nf.guides.StructuredNormal(), optim=optax.adam(1e-2), importance_samples=1)
+    began = time.process_time()
+    _, stack, phase = prepared(method, silos)
+    engine, key = nf.engines.Vmap(), jax.random.key(0)
+    server, states = engine.start(phase.algorithm, key, stack)
+    prepare = time.process_time() - began
+    run = lambda count: engine.rounds(phase.algorithm, key, stack, server, states, 0, None, count)
+    return prepare, cpu_seconds(lambda: run(1)), run
+
+
+def cpu_seconds(function):
+    began = time.process_time()
+    jax.block_until_ready(function())
+    return time.process_time() - began
+
+
 def total_compile(make):
     """A fresh compilation, caches cleared."""
     jax.clear_caches()
@@ -183,16 +238,8 @@ def main(args):
     for name, value in steps.items():
         print(f"{name:32} {value:8.4f} {value / base:12.2f} {value / auto:12.2f}")
 
-    many = {}
-    for times in (1, 4) if args.quick else (1, 4, 16):
-        many[f"SVI {times}"] = pooled(structured_guide, times)
-        many[f"SFVI {times}"] = federated(2, times)
-    grown = fastest({name: run for name, (run, _) in many.items()}, max(repeats // 3, 2))
-    print("\n(b) growth with rows at 2 silos")
-    print(f"{'rows':>8} {'SVI ms':>10} {'SFVI ms':>10} {'SFVI/SVI':>10}")
-    for times in (1, 4) if args.quick else (1, 4, 16):
-        ours, theirs = grown[f"SFVI {times}"], grown[f"SVI {times}"]
-        print(f"{537 * times:8d} {theirs:10.4f} {ours:10.4f} {ours / theirs:10.2f}")
+    growth(args.quick, max(repeats // 3, 2))
+    silo_growth((100, 1_000) if args.quick else (100, 10, 1_000, 10_000))
 
     print("\n(d) EP, 5 rounds, compilation included, silos of unequal sizes")
     print(f"{'silos':>8} {'together s':>12} {'apart s':>12} {'apart/together':>16} {'round 2/round 1':>16}")

@@ -119,7 +119,7 @@ def normal(key: Any, shape: tuple[int, ...]) -> Any:
         return jax.random.normal(key, shape)
     key = jax.random.wrap_key_data(jax.random.key_data(key), impl=ONE_PASS)
     drawn = jax.random.normal(key, (size,))  # a vector: XLA on a CPU does not vectorise along a last axis of one
-    # XLA on a CPU would draw the same numbers again in every place that uses them, and sees through barriers; a quotient
+    # XLA on a CPU would draw the same numbers again in every place that uses them, and sees through barriers; quotients
     # it computes once. That the divisor is 1 it cannot know.
     return (drawn / jnp.minimum(1 + drawn**2, 1)).reshape(shape)
 

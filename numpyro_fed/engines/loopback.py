@@ -36,11 +36,11 @@ class Loopback:
         server_key = jax.random.fold_in(key, SERVER)
         server = _init(algorithm, server_key)
         broadcast = _broadcast(algorithm, server_key, server)
-        states = []
+        states, number = [], {name: j for j, name in enumerate(stack.names)}
         for bucket in stack.buckets:
             found = []
             for name in bucket.names:
-                received, _ = _through_wire(sent_to(broadcast, stack.names.index(name)))
+                received, _ = _through_wire(sent_to(broadcast, number[name]))
                 with at_silo(name):
                     state = _init_silo(algorithm, fold_in_name(key, identity(name)), received, stack.data(name))
                 found.append(state)

@@ -154,7 +154,7 @@ def _coupled_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) ->
 
 def _product(coupling: Array, shift: Array) -> Array:
     if coupling.shape[0] * coupling.shape[1] < FEW:
-        return jnp.sum(coupling * shift, axis=-1)
+        return jnp.sum(coupling * shift[None, None], axis=-1)
     return coupling @ shift
 
 

@@ -118,7 +118,7 @@ class GlobalNormal:
         r"""A draw and its log density; the gradient sticks the landing (the density's parameters are held fixed).
 
         In units of the base the draw is :math:`w = \mu + \sigma \odot L \epsilon`, so the density at it is known from
-        :math:`\epsilon`, and its gradient is :math:`-\sigma^{-1} \odot L^{-\top} \epsilon`: nothing is solved for again.
+        :math:`\epsilon`, and its gradient is :math:`-\sigma^{-1} \odot L^{-\top} \epsilon`.
         """
         white = self._white(params, eps)
         z, held = self._in_model(base, white), jax.lax.stop_gradient(params)
