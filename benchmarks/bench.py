@@ -41,7 +41,7 @@ from examples.six_cities import model, six_cities_silos
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = ("what", "ours", "theirs", "ratio", "unit", "bar", "met")
-WIDTHS = (72, 9, 9, 8, 8, 14, 3)
+WIDTHS = (76, 9, 9, 8, 8, 14, 3)
 FEDJAX = "fedjax-env/bin/python"  # benchmarks/fedjax_peer.py says how to make it
 
 
@@ -316,7 +316,7 @@ def main(args: argparse.Namespace) -> list[Line]:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer groups, sizes and repeats: a minute or two")
+    parser.add_argument("--quick", action="store_true", help="fewer groups, sizes and repeats")
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), metavar="NAME", help=", ".join(GROUPS))
     parser.add_argument("--all", action="store_true", help="10,000 silos, too")
     parser.add_argument("--cpu", action="store_true", help="processor seconds of fresh processes: for a busy machine")
