@@ -161,8 +161,8 @@ class Phase(NamedTuple):
     role: str = "rounds"
     made: Callable[[], "Phase"] | None = None  # () -> the phase itself, of a start that few runs need
     effort: str = "most"  # of the compiler: "most" for thousands of rounds, "some" for tens, "least" for a few
-    # how often each number of the data is looked at in all rounds, about; None: often. Of phases with some effort:
-    # where that is little work, the least effort is enough.
+    # how often each number of the data is looked at in all rounds, about; None: often. Where that is little work, the
+    # least effort is enough. It does not depend on the number of rounds: a run that goes on is the same program.
     looks_at_data: int | None = None
     look: int | None = None  # rounds between two looks of the host, at most; None: the engine's own number
     remedy: str = "pass a smaller step: optim=optax.adam(1e-3)"  # against a loss that is not finite

@@ -128,9 +128,16 @@ class GIPVI(Method):
             done=lambda info: bool(info["moving"][-1] < 1),
             finish=lambda left, server, info: self._finish(survey, plan, left, server),
             look=1,
+            looks_at_data=self._looks(survey),
             remedy="standardise the inputs, or pass a smaller step: optim=optax.adam(1e-3)",
         )
         return Program((phase,), GIPosterior(split, network))
+
+    def _looks(self, survey: Survey) -> int:
+        """In four visits, as a rule, and three passes for a gradient; inducing points of all silos are rows, too."""
+        rows = max(survey.total / survey.num_silos, 1.0)
+        seen = min(self.batch_size or rows, rows) + self.num_inducing * survey.num_silos
+        return int(4 * 3 * self.local_steps * self.num_particles * seen / rows)
 
     def posterior_of(self, split: SplitModel, survey: Survey) -> GIPosterior:
         return GIPosterior(split, self._network(split))

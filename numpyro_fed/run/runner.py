@@ -253,9 +253,9 @@ class Runner:
 
     def effort(self, phase: Phase) -> str:
         """Of the compiler: little work is done before a program for much work is compiled."""
-        if phase.effort != "some" or phase.looks_at_data is None or not self.stack.known:
+        if phase.looks_at_data is None or not self.stack.known:
             return phase.effort
-        return "least" if phase.looks_at_data * self.stack.elements <= LITTLE else "some"
+        return "least" if phase.looks_at_data * self.stack.elements <= LITTLE else phase.effort
 
     def _shorter(self, phase: Phase, server: PyTree, states: tuple) -> tuple[PyTree, tuple]:
         """Back where the chunk began, with shorter steps on both sides."""

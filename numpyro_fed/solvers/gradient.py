@@ -70,6 +70,10 @@ class Gradient(BaseSolver):
     def is_told_where(self, d: int) -> bool:
         return d > self.most_newton
 
+    def evaluations(self, d: int, family: Family) -> int:
+        """Of the factor in a visit, on all rows; a gradient counts as three."""
+        return 3 * self.num_steps * self.num_particles
+
     def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
         family, d = tilted.family, tilted.q.shift.shape[0]
         full = family.kind == "full"

@@ -20,7 +20,7 @@ from numpyro.infer.hmc import hmc
 
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine, lapack, stein
-from numpyro_fed.normal.families import LOG_2PI
+from numpyro_fed.normal.families import LOG_2PI, Family
 from numpyro_fed.precision import to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
@@ -90,6 +90,10 @@ class HMC(BaseSolver):
 
         draws, downhill, accepted = jax.vmap(chain)(jax.random.split(key, self.num_chains), begin)
         return draws, downhill, jnp.mean(accepted)
+
+    def evaluations(self, d: int, family: Family) -> int:
+        """Of the factor in a visit, with four leaps a draw; a gradient counts as three."""
+        return 12 * self.num_chains * (self.num_warmup + self.num_samples)
 
     def solve(self, key: Array, tilted: Tilted, factor: Factor, frame: Any, solver_state: Any) -> Projection:
         d = tilted.q.shift.shape[0]
