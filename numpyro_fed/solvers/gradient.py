@@ -21,6 +21,7 @@ from numpyro.distributions.util import vec_to_tril_matrix
 from numpyro_fed.checks import check_count, is_number
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
+from numpyro_fed.normal.families import Family
 from numpyro_fed.optim import check_optim
 from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.solvers import newton
