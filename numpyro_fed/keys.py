@@ -62,7 +62,7 @@ ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
 
 
-def _threefry(key: Sequence[Any], x: Any, y: Any) -> tuple[Any, Any]:
+def _threefry(key: Any, x: Any, y: Any) -> tuple[Any, Any]:
     """Threefry-2x32 with 20 rounds of two words x, y under a key of two words."""
     words = (key[0], key[1], key[0] ^ key[1] ^ PARITY)
     x, y = x + words[0], y + words[1]
@@ -75,7 +75,7 @@ def _threefry(key: Sequence[Any], x: Any, y: Any) -> tuple[Any, Any]:
     return x, y
 
 
-def _fold_in(key: Sequence[Any], data: Any) -> tuple[Any, Any]:
+def _fold_in(key: Any, data: Any) -> tuple[Any, Any]:
     return _threefry(key, np.uint32(0), jnp.asarray(data, jnp.uint32))
 
 
@@ -104,7 +104,8 @@ ONE_PASS = define_prng_impl(
 
 def _is_threefry(key: Any) -> bool:
     """Whether it is JAX's default kind of key, with the default way to count."""
-    return jax.config.jax_threefry_partitionable and str(jax.random.key_impl(key)) == "threefry2x32"
+    counts = bool(jax.config.read("jax_threefry_partitionable"))
+    return counts and str(jax.random.key_impl(key)) == "threefry2x32"
 
 
 def normal(key: Any, shape: tuple[int, ...]) -> Any:
