@@ -104,8 +104,8 @@ ONE_PASS = define_prng_impl(
 
 def _is_threefry(key: Any) -> bool:
     """Whether it is JAX's default kind of key, with the default way to count."""
-    counts = bool(jax.config.read("jax_threefry_partitionable"))
-    return counts and str(jax.random.key_impl(key)) == "threefry2x32"
+    config: Any = jax.config  # its flags have no types
+    return config.jax_threefry_partitionable and str(jax.random.key_impl(key)) == "threefry2x32"
 
 
 def normal(key: Any, shape: tuple[int, ...]) -> Any:

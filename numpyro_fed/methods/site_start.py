@@ -24,7 +24,8 @@ def site_start(split: SplitModel, survey: Survey, names: Any) -> tuple[Phase, ..
 
 def _made(split: SplitModel, survey: Survey, names: Any) -> Phase:
     program = EP(split.model).compile(split, survey, Plan(names=names))
-    rounds, posterior = program.phases[0], program.posterior
+    rounds = next(phase for phase in program.phases if phase.role == "rounds")  # from the prior: a mode was not found
+    posterior = program.posterior
     assert isinstance(posterior, SitesPosterior)
 
     def begin(left: Left, fresh: PyTree) -> Begun | None:
