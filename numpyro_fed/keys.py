@@ -104,7 +104,7 @@ ONE_PASS = define_prng_impl(
 
 def _is_threefry(key: Any) -> bool:
     """Whether it is JAX's default kind of key, with the default way to count."""
-    counts = bool(jax.config.read("jax_threefry_partitionable"))
+    counts = bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
     return counts and str(jax.random.key_impl(key)) == "threefry2x32"
 
 
