@@ -4,7 +4,7 @@ A round's key is the run's key folded with the round; a silo's is the round's, f
 engine, cohort and order of the silos draws the same numbers.
 
 On a CPU, JAX computes Threefry in a loop over its rounds, with a pass over all counters in each. :func:`normal` and
-:func:`silo_words` give the same numbers in one pass, five times as fast.
+:func:`silo_words` give the same numbers in one pass.
 """
 
 import hashlib
