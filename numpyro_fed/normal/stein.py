@@ -100,7 +100,8 @@ def regressed(
         away = points - centre
         spread = (weight[:, None] * away).T @ away + TINY * jnp.eye(points.shape[1])
         cross = (weight[:, None] * away).T @ (gradients - level)
-        found = lapack.solve(spread, cross)
+        root = lapack.cholesky(spread)
+        found = lapack.solve_lower_transposed(root, lapack.solve_lower(root, cross))
         return centre, level, 0.5 * (found + found.T)
 
     return run(points, gradients, weight)

@@ -28,7 +28,8 @@ Array = jax.Array
 FEWEST, EACH = 256, 4  # points, in all and for each dimension
 NEEDED, NEEDED_EACH = 0.2, 1.5  # effective: a share of the points, and so many for each dimension
 HALVINGS = 12  # of the interval in which beta lies
-LEAST, MOST = 0.02, 50.0  # variances of the tilted distribution in those of the proposal
+MOST = 50.0  # variances of the tilted distribution in those of the proposal
+MIXED = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)  # shares of the proposal's precision
 FAR = 3.0  # sds by which its mean is moved at once
 
 
@@ -60,13 +61,20 @@ class Stein(Weighted):
 
 @in_x64
 def _within(centre: Array, slope: Array, precision: Array) -> tuple[Array, Array]:
-    """Mean and a root of the covariance, not too far from the proposal's: what is not convex is left in steps."""
-    values, vectors = lapack.eigh(precision)
-    values = jnp.clip(values, 1 / MOST, 1 / LEAST)
-    along = vectors.T @ slope
-    far = jnp.sqrt(jnp.sum(along**2 / values) / len(slope))  # in the found normal's own sds, a coordinate
-    step = vectors @ (along / values) * jnp.minimum(1.0, FAR / jnp.maximum(far, FAR))
-    return centre - step, vectors * jax.lax.rsqrt(values)
+    """Mean and a lower triangular root of the covariance, not too far from the proposal's.
+
+    Where the tilted distribution is not convex its regressed precision need not be positive: it is then mixed with the
+    proposal's, which is I, as much as makes it so, and what is left is done in the rounds that follow.
+    """
+    d = len(slope)
+    mixed = jnp.stack([(1 - share) * precision + share * jnp.eye(d) for share in MIXED])
+    roots = jax.vmap(lapack.cholesky)(mixed[:, ::-1, ::-1])  # P = U U' with U upper triangular, when turned back
+    fine = jnp.min(jnp.diagonal(roots, axis1=1, axis2=2), axis=1) ** 2 > 1 / MOST  # NaN compares as False
+    upper = roots[jnp.argmax(fine)][::-1, ::-1]
+    root = lapack.solve_upper(upper, jnp.eye(d)).T
+    along = root.T @ slope
+    far = jnp.sqrt(jnp.mean(along**2))  # in the found normal's own sds, a coordinate
+    return centre - root @ along * jnp.minimum(1.0, FAR / jnp.maximum(far, FAR)), root
 
 
 def effective(weight: Array) -> Array:

@@ -42,7 +42,7 @@ class Found(NamedTuple):
     """The tilted distribution's moments in coordinates x."""
 
     mean: Array  # (d,)
-    root: Array  # (d, d): of the covariance, float64
+    root: Array  # (d, d): of the covariance, lower triangular, float64
     ess: Array  # effective points
     fine: Array  # bool
 
@@ -89,7 +89,7 @@ class Weighted(BaseSolver):
             found = self.moments(eps, seen)
             log_mean = logsumexp(seen.log_w) - np.log(len(eps))
             value = affine.log_evidence(tilted.family, tilted.q, at, cavity, log_mean)
-            now = affine.with_lower_root(affine.compose(at, found.mean, found.root))
+            now = affine.compose(at, found.mean, found.root)  # a product of lower triangular roots is one
             return _Try(now, frame, found.ess / len(eps), found.fine, value, carry.tries + 1)
 
         no, zero = jnp.zeros((), bool), jnp.zeros(())
