@@ -72,8 +72,8 @@ def programs() -> Iterator[list[str]]:
 
 @pytest.mark.slow
 def test_a_first_run_compiles_few_programs(programs: list[str]) -> None:
-    # 14: a phase each (survey, rounds, nodes, points, finer points, locals, modes), two silos' certificates, the prior,
-    # two phases' fresh states, the globals' values, what silos' locals are drawn at. An eager operation is one more
+    # 14: a phase each (survey, mode, rounds, points, locals, modes), two silos' certificates, the prior, three phases'
+    # fresh states, the globals' values, what silos' locals are drawn at. An eager operation is one more
     model, data, key = Model(), silos(), jax.random.key(0)
     forget()
     jax.clear_caches()

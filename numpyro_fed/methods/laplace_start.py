@@ -14,10 +14,10 @@ prior.
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Left, Phase
+from numpyro_fed.host import real_dtype
 from numpyro_fed.local.integrate import by_quadrature
 from numpyro_fed.local.start import WarmStart
 from numpyro_fed.memo import ByIdentity, remembered
@@ -74,7 +74,7 @@ def _finish(prior: Prior, left: Left, server: ModeServer, info: dict[str, Any]) 
     if values[0] < FLAT:
         return left
     covariance = (vectors / values) @ vectors.T / scale / scale[:, None]
-    mean, dtype = covariance @ (known_shift + shifts.sum(axis=0)), jnp.zeros(()).dtype
+    mean, dtype = covariance @ (known_shift + shifts.sum(axis=0)), real_dtype()
     loc, chol, sd = (np.asarray(value, dtype) for value in (mean, np.linalg.cholesky(covariance), 1 / scale))
     factors: Any = (known, known_shift), (own, shifts)
     normal: dict[str, Any] = dict(loc=loc, chol=chol, sd=sd)

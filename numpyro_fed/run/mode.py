@@ -23,7 +23,7 @@ from numpyro.infer import init_to_median, init_to_sample
 
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.host import put
+from numpyro_fed.host import put, real_dtype
 from numpyro_fed.keys import digest
 from numpyro_fed.local.conditional import LocalLaplace
 from numpyro_fed.local.integrate import Factor, Marginal, choose, silo_factor, start_frame
@@ -98,7 +98,7 @@ def newton_start(split: SplitModel, marginal: Marginal, num_apart: int = 0) -> F
     Args:
         num_apart: so many silos, what each of them says being kept apart; 0: only sums are kept.
     """
-    theta_flat, unravel_theta = ravel_pytree(split.theta)
+    theta_flat, unravel_theta = ravel_pytree(split.theta) if split.theta else (np.zeros(0, real_dtype()), lambda _: {})
     d, size = split.dim, split.dim + theta_flat.shape[0]
     lower = np.tril_indices(size)
     free = np.concatenate([np.ones(d, bool), *(np.full(n, not held) for n, held in _held(split))])
