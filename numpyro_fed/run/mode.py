@@ -13,6 +13,7 @@ which only those stand that lead uphill; the curvature at the end is the first g
 A search that does not get there is made again, from other points.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from numpyro.infer import init_to_median, init_to_sample
 
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.host import put, real_dtype
+from numpyro_fed.host import real_dtype
 from numpyro_fed.keys import digest
 from numpyro_fed.local.conditional import LocalLaplace
 from numpyro_fed.local.integrate import Factor, Marginal, choose, silo_factor, start_frame
@@ -35,12 +36,14 @@ from numpyro_fed.model.rows import Components, components_of
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.newton import (
-    LEAST,
     Search,
     advance,
     derivatives,
+    floored_inverse_root,
     start_search,
+    unit_diagonal,
 )
+from numpyro_fed.precision import UNOPTIMISED, in_x64, to_user_dtype
 
 Array = jax.Array
 LEAST_CURVATURE = 1e-5  # in units of the diagonal's: globals may be correlated to all but that
@@ -250,16 +253,18 @@ def converged(info: dict[str, Any]) -> bool:
 
 def mode_to_warm_start(split: SplitModel, server: ModeServer) -> WarmStart:
     """The end of mode finding as a start: its point, and the inverse of its curvature given theta."""
-    d, x, precision = split.dim, np.asarray(server.search.x), np.asarray(server.search.precision, np.float64)
-    with np.errstate(all="ignore"):
-        scale = 1 / np.sqrt(np.maximum(np.abs(np.diagonal(precision)), LEAST))
-        try:
-            values, vectors = np.linalg.eigh(precision[:d, :d] * scale[:d, None] * scale[:d])
-            root = scale[:d, None] * vectors / np.sqrt(np.maximum(np.abs(values), LEAST_CURVATURE))
-            chol = np.linalg.cholesky(root @ root.T)
-        except np.linalg.LinAlgError:
-            chol = np.full((d, d), np.nan)
-    unravel = ravel_pytree(split.theta)[1]
-    scale = scale.astype(x.dtype)
-    own = put(x[:d]), put(chol.astype(x.dtype)), put(scale[:d])
-    return WarmStart(*own, theta=unravel(put(x[d:])), theta_sd=unravel(put(scale[d:])))
+    d, search = split.dim, server.search
+
+    @in_x64
+    def spread(precision: Array) -> tuple[Array, Array]:
+        root = floored_inverse_root(precision[:d, :d], LEAST_CURVATURE)
+        return jnp.linalg.cholesky(root @ root.T), unit_diagonal(precision)[1]
+
+    @partial(jax.jit, compiler_options=UNOPTIMISED)  # one program: on the host it is not part of any other
+    def parts(x: Array, precision: Array) -> tuple[Array, ...]:
+        chol, scale = to_user_dtype(spread(precision))
+        return x[:d], chol, scale[:d], x[d:], scale[d:]
+
+    loc, chol, sd, theta, theta_sd = parts(search.x, search.precision)
+    unravel = ravel_pytree(split.theta)[1] if split.theta else lambda _: {}
+    return WarmStart(loc, chol, sd, unravel(theta), unravel(theta_sd))
