@@ -13,7 +13,6 @@ which only those stand that lead uphill; the curvature at the end is the first g
 A search that does not get there is made again, from other points.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ from numpyro.infer import init_to_median, init_to_sample
 
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.host import real_dtype
+from numpyro_fed.host import concrete, real_dtype
 from numpyro_fed.keys import digest
 from numpyro_fed.local.conditional import LocalLaplace
 from numpyro_fed.local.integrate import Factor, Marginal, choose, silo_factor, start_frame
@@ -260,11 +259,12 @@ def mode_to_warm_start(split: SplitModel, server: ModeServer) -> WarmStart:
         root = floored_inverse_root(precision[:d, :d], LEAST_CURVATURE)
         return jnp.linalg.cholesky(root @ root.T), unit_diagonal(precision)[1]
 
-    @partial(jax.jit, compiler_options=UNOPTIMISED)  # one program: on the host it is not part of any other
     def parts(x: Array, precision: Array) -> tuple[Array, ...]:
         chol, scale = to_user_dtype(spread(precision))
         return x[:d], chol, scale[:d], x[d:], scale[d:]
 
+    if concrete(search):  # on the host it is one program, elsewhere a part of another
+        parts = jax.jit(parts, compiler_options=UNOPTIMISED)
     loc, chol, sd, theta, theta_sd = parts(search.x, search.precision)
     unravel = ravel_pytree(split.theta)[1] if split.theta else lambda _: {}
     return WarmStart(loc, chol, sd, unravel(theta), unravel(theta_sd))
