@@ -142,7 +142,7 @@ def run(method, study, num_rounds=None):
         found = svi(silos, num_rounds or STEPS)
     else:
         rounds = STEPS if method.startswith("SFVI") and num_rounds is None else num_rounds
-        found = getattr(nf, method)(model).run(key, silos, rounds, progress_bar=False, **options)
+        found = getattr(nf, method)(model, **options).run(key, silos, rounds, progress_bar=False)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     cost = dict(seconds=seconds, cpu=cpu, imports=began - BEGAN, programs=counter.asked, memory=memory)
