@@ -88,7 +88,7 @@ def regressed(
         weight: not negative, adding up to one.
 
     >>> x = jax.random.normal(jax.random.key(0), (8, 2))
-    >>> centre, slope, precision = regressed(x, 4.0 * (x - 3.0), jnp.full(8, 1 / 8))
+    >>> centre, slope, precision = jax.device_get(regressed(x, 4.0 * (x - 3.0), jnp.full(8, 1 / 8)))
     >>> [round(float(number), 3) for number in (*(centre - slope / 4), precision[0, 0], precision[0, 1])]
     [3.0, 3.0, 4.0, 0.0]
     """
