@@ -89,8 +89,8 @@ def regressed(
 
     >>> x = jax.random.normal(jax.random.key(0), (8, 2))
     >>> centre, slope, precision = jax.device_get(regressed(x, 4.0 * (x - 3.0), jnp.full(8, 1 / 8)))
-    >>> [round(float(number), 3) for number in (*(centre - slope / 4), precision[0, 0], precision[0, 1])]
-    [3.0, 3.0, 4.0, 0.0]
+    >>> [round(float(number), 3) for number in (*(centre - slope / 4), precision[0, 0], precision[1, 1])]
+    [3.0, 3.0, 4.0, 4.0]
     """
 
     @in_x64
