@@ -16,6 +16,7 @@ import numpy as np
 THREEFRY = "threefry2x32"
 WORD = 0xFFFFFFFF
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = np.uint32(0x1BD11BDA)
 
 
 def real_dtype() -> np.dtype:
@@ -51,22 +52,29 @@ def folded(key: Any, word: int) -> Any:
     typed = not isinstance(key, jax.core.Tracer) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not typed or str(jax.random.key_impl(key)) != THREEFRY or key.shape:
         return jax.random.fold_in(key, word)
-    first, second = np.asarray(jax.random.key_data(key)).tolist()
-    return _key(*_threefry(first, second, 0, int(word) & WORD))
+    words = np.asarray(jax.random.key_data(key))[:, None]  # arrays, which wrap around
+    found = threefry(words, np.zeros(1, np.uint32), np.array([int(word) & WORD], np.uint32))
+    return _key(*np.concatenate(found))
 
 
-def _key(first: int, second: int) -> Any:
+def _key(first: Any, second: Any) -> Any:
     words: Any = np.array([first, second], np.uint32)
     return jax.random.wrap_key_data(words, impl=THREEFRY)
 
 
-def _threefry(first: int, second: int, x: int, y: int) -> tuple[int, int]:
-    """Threefry of two words in 20 rounds (Salmon et al. 2011), the generator behind JAX's keys."""
-    keys = first, second, first ^ second ^ 0x1BD11BDA
-    x, y = (x + keys[0]) & WORD, (y + keys[1]) & WORD
-    for i in range(5):
-        for turn in ROTATIONS[i % 2]:
-            x = (x + y) & WORD
-            y = ((y << turn | y >> (32 - turn)) & WORD) ^ x
-        x, y = (x + keys[(i + 1) % 3]) & WORD, (y + keys[(i + 2) % 3] + i + 1) & WORD
+def threefry(key: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    """Threefry-2x32 in 20 rounds (Salmon et al. 2011), the generator behind JAX's keys; all uint32 arrays.
+
+    Args:
+        key: its two words.
+        x, y: the two words of each counter.
+    """
+    words = (key[0], key[1], key[0] ^ key[1] ^ PARITY)
+    x, y = x + words[0], y + words[1]
+    for block in range(5):
+        for by in ROTATIONS[block % 2]:
+            x = x + y
+            y = x ^ ((y << np.uint32(by)) | (y >> np.uint32(32 - by)))
+        x = x + words[(block + 1) % 3]
+        y = y + words[(block + 2) % 3] + np.uint32(block + 1)
     return x, y

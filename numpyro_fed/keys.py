@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import define_prng_impl
 
+from numpyro_fed.host import threefry
+
 
 def digest(text: str) -> int:
     """32 bits that two machines agree on: tags the library's own streams, and groups of latents within a silo."""
@@ -58,30 +60,14 @@ def silo_keys(key: Any, words: Any) -> Any:
 
 # --- Threefry in one pass (Salmon et al. 2011) ------------------------------------------------------------------------
 
-ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-PARITY = np.uint32(0x1BD11BDA)
-
-
-def _threefry(key: Any, x: Any, y: Any) -> tuple[Any, Any]:
-    """Threefry-2x32 with 20 rounds of two words x, y under a key of two words."""
-    words = (key[0], key[1], key[0] ^ key[1] ^ PARITY)
-    x, y = x + words[0], y + words[1]
-    for block in range(5):
-        for by in ROTATIONS[block % 2]:
-            x = x + y
-            y = x ^ ((y << np.uint32(by)) | (y >> np.uint32(32 - by)))
-        x = x + words[(block + 1) % 3]
-        y = y + words[(block + 2) % 3] + np.uint32(block + 1)
-    return x, y
-
 
 def _fold_in(key: Any, data: Any) -> tuple[Any, Any]:
-    return _threefry(key, np.uint32(0), jnp.asarray(data, jnp.uint32))
+    return threefry(key, np.uint32(0), jnp.asarray(data, jnp.uint32))
 
 
 def _counted(key: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
     count = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-    return _threefry(key, jnp.zeros_like(count), count)
+    return threefry(key, jnp.zeros_like(count), count)
 
 
 def _random_bits(key: Any, bit_width: int, shape: tuple[int, ...]) -> Any:

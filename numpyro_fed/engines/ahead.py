@@ -5,6 +5,7 @@ was compiled so is the very one that a later call of the same function finds.
 """
 
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from numpyro_fed.memo import ByIdentity
 KEPT = 128
 
 _begun: "OrderedDict[Hashable, Future | None]" = OrderedDict()  # None: it was compiled when it was called
+_lock = threading.Lock()  # runs may be in threads of their own
 
 
 @lru_cache(maxsize=1)
@@ -39,7 +41,8 @@ def begin(key: Hashable, lower: Callable[[], Any]) -> None:
 
 def wait(key: Hashable) -> None:
     """Until a program that was begun is there; its errors are those of the call that follows."""
-    found = _begun.get(key)
+    with _lock:
+        found = _begun.get(key)
     if found is not None:
         found.exception()
     _keep(key, None)
@@ -47,7 +50,8 @@ def wait(key: Hashable) -> None:
 
 def busy() -> bool:
     """Whether a program is being compiled."""
-    return any(found is not None and not found.done() for found in _begun.values())
+    with _lock:
+        return any(found is not None and not found.done() for found in _begun.values())
 
 
 def program(algorithm: Any, effort: str, arguments: Any) -> Hashable:
@@ -58,7 +62,8 @@ def program(algorithm: Any, effort: str, arguments: Any) -> Hashable:
 
 
 def _keep(key: Hashable, value: Future | None) -> None:
-    _begun[key] = value
-    _begun.move_to_end(key)
-    while len(_begun) > KEPT:
-        _begun.popitem(last=False)
+    with _lock:
+        _begun[key] = value
+        _begun.move_to_end(key)
+        while len(_begun) > KEPT:
+            _begun.popitem(last=False)

@@ -293,7 +293,7 @@ class Factorised(Method):
                 moving=True,
             )
         effective = float(info["ess"][-1])
-        if effective < LEAST_EFFECTIVE:
+        if not effective >= LEAST_EFFECTIVE:  # not a number, where no point had a density
             return _doubted(
                 left,
                 f"in the last round some silo had {effective:.1%} effective points or draws, too few for its moments: "

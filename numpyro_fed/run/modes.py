@@ -37,7 +37,7 @@ from numpyro_fed.normal.newton import Search, advance, derivatives
 from numpyro_fed.results.looks import FAR, ModesLook, told
 from numpyro_fed.results.scalars import scalars
 from numpyro_fed.results.verdict import Evidence, globals_at
-from numpyro_fed.run.mode import MAX_DIM
+from numpyro_fed.run.mode import MAX_DIM, symmetric
 from numpyro_fed.run.runner import Record, Runner
 from numpyro_fed.schedules import as_schedule
 
@@ -119,8 +119,7 @@ def searches_round(split: SplitModel, marginal: Marginal, num: int) -> Federated
 
     def server_step(key: Array, server: SearchServer, silos: SearchMessage) -> tuple[SearchServer, dict]:
         def one(search: Search, found: SearchMessage) -> Search:
-            half = jnp.zeros((d, d)).at[lower].set(found.precision)
-            whole = half + jnp.tril(half, -1).T
+            whole = symmetric(found.precision, d)
             value, gradient, precision = derivatives(lambda z: split.log_prior(z, server.theta), search.trial)
             slack = 1e-3 + 1e-5 * jnp.abs(search.value)  # rounding
             return advance(search, value + found.value, gradient + found.gradient, precision + whole, slack)[0]

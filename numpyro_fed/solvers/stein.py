@@ -1,4 +1,4 @@
-r"""Moments by importance sampling on fixed points and by the gradients there: EP's default from 20 to 500 dimensions.
+r"""Moments by importance sampling on fixed points and by the gradients there: EP's default from 21 to 500 dimensions.
 
 With weights W and :math:`g = -\nabla \log` of the tilted density at the points, both in coordinates x of the proposal,
 the gradients are regressed on the points,
