@@ -13,7 +13,7 @@ from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.padding import call_spec
 from numpyro_fed.data.stack import Bucket, Stack
-from numpyro_fed.engines.base import sent_to, traffic
+from numpyro_fed.engines.base import sent, sent_to
 from numpyro_fed.engines.stale import StaleState, held, stale
 from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 from numpyro_fed.precision import stacked
@@ -307,8 +307,8 @@ def test_a_run_goes_on_from_where_it_was(x64: None, engine: Any) -> None:
 def test_no_more_bytes_than_without() -> None:
     algorithm, stack = stale(INNER, J), data()
     silo = (jnp.int32(0), jnp.zeros(()))
-    plain = traffic(INNER, INNER.init(KEY), silo, stack.data("york"))
-    assert traffic(algorithm, algorithm.init(KEY), silo, stack.data("york")) == plain
+    plain = sent(INNER, INNER.init(KEY), silo, stack.data("york")).traffic
+    assert sent(algorithm, algorithm.init(KEY), silo, stack.data("york")).traffic == plain
     _, _, info = run(ENGINES["loopback"], algorithm, cohorts_of(3), 3)
     assert info["bytes_down"].tolist() == [plain.down] * 3 and info["bytes_up"].tolist() == [plain.up] * 3
 

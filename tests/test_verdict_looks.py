@@ -96,7 +96,7 @@ def test_locals_that_are_right_have_equal_weights() -> None:
     assert row["role"] == "local" and row["low_share"] == 0 and np.isnan(row["shift"])
     assert row["pareto_k"] < 0.7  # in float32 weights differ by rounding; a tail of rounding errors is light
     assert np.isnan(found.table.loc["mu", "pareto_k"]) and "locals of 'units'" in repr(found)
-    sent = next(record for record in runner.records if record.phase == "locals")
+    sent = next(record for record in runner.books.records if record.phase == "locals")
     assert sent.rounds == 1 and 3 * 3 * 4 <= sent.bytes_up < 200  # three numbers of each silo
 
 
@@ -158,7 +158,7 @@ def test_a_mirror_image_is_another_mode(engine: Any) -> None:
     assert look.other is not None
     np.testing.assert_allclose(look.share[look.other], 1, rtol=0.1)  # Laplace's, of a skewed density of 21 rows
     assert found.table.loc["a", "shift"] == pytest.approx(0, abs=0.2)  # which is why the points see nothing
-    modes = next(record for record in runner.records if record.phase == "modes")
+    modes = next(record for record in runner.books.records if record.phase == "modes")
     per_round = 3 * 6 * 3 * 4  # silos, searches; value, gradient and curvature in one dimension
     assert per_round * modes.rounds <= modes.bytes_up < (per_round + 300) * modes.rounds
 

@@ -248,10 +248,10 @@ class Stack:
         return (identities(names), *pad_and_stack(members, self.spec, self.axes))
 
     @property
-    def description_bytes(self) -> int:
-        """What the silos told of their arguments: names, types, shapes and ints."""
+    def description_bytes(self) -> list[int]:
+        """Of what each silo told of its arguments: names, types, shapes and ints."""
         shared = shared_digest(self.silos.shared)
-        return sum(len(described(self.silos.own(name), shared)) for name in self.silos.names)
+        return [len(described(self.silos.own(name), shared)) for name in self.silos.names]
 
 
 def described(args: Mapping[str, Any], shared: str) -> bytes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -79,8 +79,19 @@ def sent_to(broadcast: Broadcast, j: Any) -> Broadcast:
     return Broadcast(broadcast.common, jax.tree.map(lambda leaf: leaf[j], broadcast.each))
 
 
-def traffic(algorithm: FederatedAlgorithm, server: PyTree, silo: PyTree | None, data: SiloData) -> Traffic:
-    """The exact length of one silo's encoded message and broadcast, from shapes alone.
+class Sent(NamedTuple):
+    """What one silo and the server send each other in a round, leaf by leaf."""
+
+    up: tuple[wire.Field, ...] = ()
+    down: tuple[wire.Field, ...] = ()
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(sum(one.bytes for one in self.up), sum(one.bytes for one in self.down))
+
+
+def sent(algorithm: FederatedAlgorithm, server: PyTree, silo: PyTree | None, data: SiloData) -> Sent:
+    """One silo's message and broadcast with their exact lengths, from shapes alone.
 
     Without ``silo``, a fresh one's.
     """
@@ -89,4 +100,4 @@ def traffic(algorithm: FederatedAlgorithm, server: PyTree, silo: PyTree | None, 
     if silo is None:
         silo = jax.eval_shape(algorithm.init_silo, key, broadcast, data)
     message, _ = jax.eval_shape(algorithm.silo_step, key, broadcast, silo, data)
-    return Traffic(wire.num_bytes(message), wire.num_bytes(broadcast))
+    return Sent(wire.fields(message), wire.fields(broadcast))

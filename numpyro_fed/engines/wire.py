@@ -145,6 +145,30 @@ def decode(data: bytes, like: Any) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
+class Field(NamedTuple):
+    """One leaf of what crosses, and the bytes that it takes, its part of the header included."""
+
+    name: str  # "gradient['beta']"
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def fields(like: Any) -> tuple[Field, ...]:
+    """What ``encode(tree)`` is made of, for any ``tree`` with these shapes and dtypes; the rest is its envelope.
+
+    Law: their bytes sum to :func:`num_bytes`.
+
+    >>> fields({"gradient": jax.ShapeDtypeStruct((5,), "float32")})
+    (Field(name="['gradient']", shape=(5,), bytes=34), Field(name='envelope', shape=(), bytes=12))
+    """
+    _, specs, _ = _flatten(like)
+    found = (
+        Field(spec.path.removeprefix(".") or "value", spec.shape, len(spec.header) + _payload_bytes([spec]))
+        for spec in specs
+    )
+    return *found, Field("envelope", (), _PREAMBLE.size + _COUNT.size)
+
+
 def num_bytes(like: Any) -> int:
     """The length of ``encode(tree)`` for any ``tree`` with these shapes and dtypes, without making one.
 

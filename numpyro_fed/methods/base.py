@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,10 +32,12 @@ from numpyro_fed.results.state import Again, Fresh, State
 from numpyro_fed.results.value import UNASKED
 from numpyro_fed.run import resume
 from numpyro_fed.run.check import checked, foreseen
+from numpyro_fed.run.checkpoint import Checkpoint, Unsaved
 from numpyro_fed.run.correct import correct
 from numpyro_fed.run.diagnose import NonFinite, explained
 from numpyro_fed.run.finish import finished, warn_of
 from numpyro_fed.run.foresee import foresee
+from numpyro_fed.run.identity import identity
 from numpyro_fed.run.prepare import Prepared, prepare
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import Schedule, as_schedule
@@ -91,6 +94,8 @@ class Method:
         init_state: Any = None,
         progress_bar: bool = True,
         check: bool = True,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int | None = None,
     ) -> Fit:
         """Fit the model to the silos.
 
@@ -108,6 +113,10 @@ class Method:
             check: ask the silos at the end for their densities at 256 points (up to 2,048, where these do not tell)
                 around the posterior, how good their locals are, and whether there are other modes, for
                 ``fit.verdict``. These numbers say more of a silo's data than most messages.
+            checkpoint: a file that the run is written to on the way. Where it is there, of the same method, settings,
+                key and data, the run goes on from it and ends bit for bit as if it had not been stopped; a file of
+                another run is refused. It holds the silos' states, so it belongs where the data are.
+            checkpoint_every: rounds between two writes; by default about ten seconds.
 
         Returns:
             The fit. Stopped by KeyboardInterrupt, the fit so far.
@@ -121,7 +130,13 @@ class Method:
             num_rounds = check_count("num_rounds", num_rounds)
         engine = default_engine(silos) if engine is None else engine
         plan = self._plan(silos, schedule, num_rounds, engine, check)
-        began = time.perf_counter()
+        began, saved = time.perf_counter(), Unsaved()
+        if checkpoint is not None:
+            asked = {"num_rounds": num_rounds, "schedule": schedule, "engine": engine, "check": check}
+            saved = Checkpoint(checkpoint, checkpoint_every, identity(self, key, silos, asked, init_state))
+            began -= saved.seconds
+        elif checkpoint_every is not None:
+            raise ValueError("checkpoint_every says how often a checkpoint is written: say where, checkpoint='run.nfc'")
         prepared = self.prepare(silos, engine)
         if len(silos.names) < self.fewest:
             warn_of(self, "has one silo, so there is nothing to average: nf.SFVI(model) fits it")
@@ -131,7 +146,8 @@ class Method:
         program = self.compile(split, prepared.survey, plan)
         name = type(self).__name__
         runner = Runner(engine, key, prepared.stack, split, schedule, progress_bar, name)
-        runner.surveyed(prepared.sent)
+        runner.checkpoint = saved
+        runner.books.surveyed(prepared.sent, len(silos.names))
         start = resume.start(init_state, name, program, runner)
         foresee(runner, next(phase for phase in program.phases if phase.role == "rounds"))
         runner.later = foreseen(runner, program.posterior, prepared.survey) if check else []

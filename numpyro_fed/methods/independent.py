@@ -154,6 +154,7 @@ class Independent(SFVI):
             silos=None if fit.silos is None else fit.silos.only(name),
             survey=fit.survey.only(at),
             records=(),
+            sent=(),
             evidence="a silo's own fit is not checked",
             again=SFVI(**{field.name: getattr(self, field.name) for field in fields(SFVI)}).again(engine),
         )

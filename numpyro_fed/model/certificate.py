@@ -39,7 +39,7 @@ def certify(split: SplitModel, silos: Silos, max_silos: int = ASKED, seed: int =
     unpadded model at the same point, and at discrete values drawn row by row. Each silo does so in its own room, and
     tells whether the two agree. Returns an error that names the sites that differ, if any.
     """
-    for name in _chosen(silos, split.partition.axes, max_silos, seed):
+    for name in certifying(silos, split.partition.axes, max_silos, seed):
         with at_silo(name):
             failed = _differs(split, silos, name, seed)
         if failed:
@@ -65,7 +65,8 @@ def _differs(split: SplitModel, silos: Silos, name: str, seed: int) -> str:
     return _explain(split, name, plain, padded, seed, ours, theirs)
 
 
-def _chosen(silos: Silos, axes: tuple[Axis, ...], count: int, seed: int) -> list[str]:
+def certifying(silos: Silos, axes: tuple[Axis, ...], count: int = ASKED, seed: int = 0) -> list[str]:
+    """The silos that are asked: the smallest, the largest, and some by chance."""
     rows = {name: sum(axis.lengths[name] for axis in axes) for name in silos.names}
     names = sorted(silos.names, key=rows.__getitem__)
     if len(names) <= count:

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pandas as pd
 
-from numpyro_fed.checks import check_key
+from numpyro_fed.checks import check_key, format_names
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.normal.gaussian import Normal
-from numpyro_fed.results import arviz, conflict, elbo, influence, predict, save, summary
+from numpyro_fed.results import arviz, conflict, elbo, influence, ledger, predict, save, summary
 from numpyro_fed.results.correction import HasCorrection
 from numpyro_fed.results.draws import check_keys, global_draws, silo_draws
 from numpyro_fed.results.influence_tables import Conflict, Influence
@@ -55,6 +55,26 @@ class Fit(Fitted):
                 "posterior=True), run to the end"
             )
         return jax.tree.map(np.asarray, found)  # float64 wherever it was found in it, in a float32 program, too
+
+    def ledger(self, silo: str | None = None) -> pd.DataFrame:
+        """All that was sent: phase, round, silo, direction (up: from the silo), field, shape and bytes of each leaf.
+
+        ``round`` is the row of :attr:`history` that counts it: what precedes the rounds is in the first, what follows
+        them in the last. Bytes are those of the wire format, with a leaf's part of the header; a message's own few
+        are its field ``envelope``.
+
+            >>> sent = fit.ledger("york")
+            >>> sent[sent["direction"] == "up"].groupby("phase", observed=True)["bytes"].sum()["rounds"] > 0
+            np.True_
+            >>> int(fit.ledger()["bytes"].sum()) == int((fit.history["bytes_up"] + fit.history["bytes_down"]).sum())
+            True
+
+        Args:
+            silo: what this one sent and received; by default all of them.
+        """
+        if silo is not None and silo not in self.state.names:
+            raise ValueError(f"no silo is named {silo!r}; the silos are {format_names(self.state.names)}")
+        return ledger.ledger(self.sent, self.state.names, silo)
 
     # --- draws --------------------------------------------------------------------------------------------------------
 

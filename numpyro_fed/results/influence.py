@@ -128,7 +128,8 @@ def add(fit: F, rng_key: Any, silos: Silos, num_rounds: int) -> F:
     if num_rounds:
         on = run(key, everyone, num_rounds, init_state=found.state)
         history = {name: np.concatenate([rows, on.history[name]]) for name, rows in found.history.items()}
-        found = replace(on, history=history, records=(*found.records, *on.records))
+        sent = (*found.sent, *(entry.moved(found.num_rounds) for entry in on.sent))
+        found = replace(on, history=history, records=(*found.records, *on.records), sent=sent)
     return replace(found, seconds=time.perf_counter() - began)
 
 
@@ -203,6 +204,7 @@ def _cut(fit: F, rest: tuple[str, ...], server: Any, seconds: float) -> F:
         padded=tuple(padded),
         survey=_asked(fit, rest),
         records=(),
+        sent=(),
         moving=False,
         hints=(),
         evidence="silos left, and nobody was asked since: run a few rounds, fit.without(name, num_rounds=3)",

@@ -86,6 +86,7 @@ def load(path: str | Path, method: MadeBy, silos: Silos | SiloStore | None = Non
         shapes,
         survey,
         decode(header["records"], read),
+        decode(header["sent"], read),
         tuple(header["reasons"]),
         header["moving"],
         decode(header["evidence"], read),
@@ -114,6 +115,8 @@ def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray], Path
         raise ValueError(f"{path} is not a file of fit.save: {error}") from None
     if not known:
         raise ValueError(f"{path} is not a file of fit.save: its format is {header['format']!r}, expected {FORMAT!r}")
+    if header["version"] == 4:  # which had no ledger
+        header |= {"version": VERSION, "sent": {"tuple": []}}
     if header["version"] != VERSION:
         raise ValueError(
             f"{path} has format version {header['version']}, this numpyro_fed reads version {VERSION}: "

@@ -20,7 +20,7 @@ from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.results.codec import encode, keep_in
 from numpyro_fed.results.value import Fitted
 
-FORMAT, VERSION = "numpyro_fed.Fit", 4
+FORMAT, VERSION = "numpyro_fed.Fit", 5
 HEADER = "header"
 
 
@@ -50,6 +50,7 @@ def save(fit: Fitted, path: str | Path) -> Path:
         "history": encode(fit.history, keep_in(arrays)),
         "survey": encode(fit.survey, keep_in(arrays)),
         "records": encode(fit.records, keep_in(arrays)),
+        "sent": encode(fit.sent, keep_in(arrays)),
         "reasons": fit.reasons,
         "moving": fit.moving,
         "hints": fit.hints,

@@ -14,6 +14,7 @@ from numpyro_fed.model.partition_table import Partition
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.results.correction import Correction, HasCorrection
+from numpyro_fed.results.ledger import Entry
 from numpyro_fed.results.looks import Looks
 from numpyro_fed.results.programs import Programs
 from numpyro_fed.results.state import Again, State
@@ -37,6 +38,7 @@ class Fitted:
     shapes: Silos | None = None  # after nf.load: zeros in the shapes of the silos' arguments
     survey: Survey = NOT_ASKED  # what the silos told before the first round
     records: tuple[Any, ...] = ()  # what each phase of the run cost
+    sent: tuple[Entry, ...] = ()  # all that was sent
     reasons: tuple[str, ...] = ()  # why it is to be doubted, as the rounds show
     moving: bool = False  # one of these is that it had not come to rest
     evidence: Evidence | str = UNASKED  # of the check phase, or why there is none

@@ -31,7 +31,8 @@ from numpyro_fed.results.draws import fit_stack
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.importance import pareto_smoothed, proposal, scrambling
 from numpyro_fed.results.summary import described
-from numpyro_fed.run.runner import Record, Runner
+from numpyro_fed.run.books import Record
+from numpyro_fed.run.runner import Runner
 from numpyro_fed.run.target import exact_marginal, log_target
 from numpyro_fed.schedules import as_schedule
 
@@ -58,8 +59,8 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
             raise KeyboardInterrupt
         log_p = np.concatenate([log_p, more.log_p])
     corrected = _weighted(fit, points, log_proposal, log_p)
-    sent = [sum(getattr(one, way) for one in runner.records) for way in ("bytes_up", "bytes_down")]
-    record = Record("correct", len(runner.records), *sent)
+    sent = [sum(getattr(one, way) for one in runner.books.records) for way in ("bytes_up", "bytes_down")]
+    record = Record("correct", len(runner.books.records), *sent)
     row = {
         "loss": -corrected.log_evidence,
         "bytes_up": record.bytes_up,
@@ -72,6 +73,7 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
         state=fit.state._replace(server=corrected),
         history=_appended(fit.history, row),
         records=(*fit.records, record),
+        sent=(*fit.sent, *(one._replace(row=fit.num_rounds) for one in runner.books.entries)),
         seconds=fit.seconds + time.perf_counter() - began,
     )
 

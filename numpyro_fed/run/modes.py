@@ -37,8 +37,9 @@ from numpyro_fed.normal.newton import Search, advance, derivatives
 from numpyro_fed.results.looks import FAR, ModesLook, told
 from numpyro_fed.results.scalars import scalars
 from numpyro_fed.results.verdict import Evidence, globals_at
+from numpyro_fed.run.books import Record
 from numpyro_fed.run.mode import MAX_DIM, symmetric
-from numpyro_fed.run.runner import Record, Runner
+from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import as_schedule
 
 Array = jax.Array
@@ -225,10 +226,10 @@ def look_for_modes(
     everyone = copy(runner)  # all silos take part in each of the rounds, whatever the run's schedule
     everyone.schedule = as_schedule(None)
     _, states = runner.engine.start(phase.algorithm, runner.key, runner.stack)
-    before = len(runner.records)
+    before = len(runner.books.records)
     left, _ = everyone.run((phase,), Left(), states, None)
-    rounds = runner.records[before:]
-    runner.records[before:] = [Record("modes", *np.sum([one[1:] for one in rounds], axis=0).tolist())]
+    rounds = runner.books.records[before:]
+    runner.books.records[before:] = [Record("modes", *np.sum([one[1:] for one in rounds], axis=0).tolist())]
     if left.interrupted:
         return None
     server, ended = left.server

@@ -8,7 +8,7 @@ import numpy as np
 from numpyro_fed.data.inputs import leaves, shared_digest
 from numpyro_fed.data.silos import Silos, at_silo
 from numpyro_fed.data.stack import Stack, stack_of
-from numpyro_fed.engines.base import Engine, Traffic
+from numpyro_fed.engines.base import Engine
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.host import real_dtype
 from numpyro_fed.memo import remembered
@@ -18,6 +18,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.support import outside
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import Model, PartitionError
+from numpyro_fed.results.ledger import Entry
 from numpyro_fed.run import survey as surveys
 
 
@@ -27,7 +28,7 @@ class Prepared(NamedTuple):
     split: SplitModel
     survey: Survey
     stack: Stack
-    sent: Traffic  # by the survey, all silos together
+    sent: tuple[Entry, ...]  # by the survey
 
 
 def prepare(

@@ -7,7 +7,7 @@ import jax
 
 from numpyro_fed.algorithm import Left, Phase, Program
 from numpyro_fed.engines import wire
-from numpyro_fed.engines.base import Traffic
+from numpyro_fed.engines.base import Sent
 from numpyro_fed.host import real_dtype
 from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.results.fit import Fit
@@ -55,7 +55,7 @@ def _from_fit(fit: Fit, states: tuple, runner: Runner) -> Start:
     if runner.split.groups and hasattr(fit.posterior, "local_start") and states:
         sent = warm._replace(source=None)
         found = runner.engine.in_silos(partial(_local_start, fit.posterior), sent, runner.stack, states)
-        runner.uncounted = runner.uncounted + Traffic(0, wire.num_bytes(sent) * len(runner.stack.names))
+        runner.books.ahead("start", Sent(down=wire.fields(sent)), len(runner.stack.names))
         local = None if found[0] is None else found
     _check_start(warm, local, runner)
     return Left(warm=warm), None, local

@@ -16,12 +16,14 @@ from numpyro_fed.algorithm import Left, Phase, PyTree
 from numpyro_fed.checks import warn_user
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import ahead, wire
-from numpyro_fed.engines.base import Engine, Traffic, traffic
+from numpyro_fed.engines.base import Engine, Sent, sent
 from numpyro_fed.engines.stale import current, held, stale
 from numpyro_fed.host import folded
 from numpyro_fed.keys import SERVER, digest
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.precision import LITTLE
+from numpyro_fed.run.books import Books
+from numpyro_fed.run.checkpoint import Loop, Unsaved
 from numpyro_fed.run.diagnose import NonFinite, all_finite, last_good
 
 COHORTS = digest("\0cohorts")
@@ -36,15 +38,6 @@ UNSURE = (
 )
 
 
-class Record(NamedTuple):
-    """What one phase cost."""
-
-    phase: str
-    rounds: int
-    bytes_up: int
-    bytes_down: int
-
-
 class Ended(NamedTuple):
     """Where a phase's rounds ended."""
 
@@ -57,11 +50,11 @@ class Ended(NamedTuple):
 
 
 class Runner:
-    """One run: its engine, progress bar and history.
+    """One run: its engine, progress bar and books.
 
     Attributes:
-        history: rows of the rounds so far; rounds of checks have none, what they send is counted with the last one.
-        records: what each phase cost.
+        books: the rounds so far, and what was sent.
+        checkpoint: where it is written to on the way.
         round: of the method's own rounds, those of earlier runs that this one goes on with included.
     """
 
@@ -70,17 +63,10 @@ class Runner:
     ) -> None:
         self.engine, self.key, self.stack, self.split = engine, key, stack, split
         self.schedule, self.bar, self.label = schedule, bar, label
-        self.history: list[dict[str, np.ndarray]] = []
-        self.records: list[Record] = []
-        self.uncounted = Traffic(0, 0)  # what was sent before the first round
-        self.recorded = Traffic(0, 0)  # the part of it that has a record of its own
+        self.books = Books()
+        self.checkpoint = Unsaved()
         self.round = 0
         self.later: list[Callable[[], None]] = []  # programs that will be needed after the rounds
-
-    def surveyed(self, sent: Traffic) -> None:
-        """What the silos told before the first phase is counted with its first round, and recorded by itself."""
-        self.records.append(Record("survey", 2, sent.up, sent.down))
-        self.uncounted, self.recorded = self.uncounted + sent, self.recorded + sent
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -123,7 +109,7 @@ class Runner:
         if self.engine.holds_states:
             states = self.engine.in_silos(phase.begin_silo, given, self.stack, states, local)
             if jax.tree.leaves(given):
-                self.uncounted = self.uncounted + Traffic(0, wire.num_bytes(given) * len(self.stack.names))
+                self.books.ahead(phase.name, Sent(down=wire.fields(given)), len(self.stack.names))
         return server, states
 
     def _starts(self, phases: list[Phase], left: Left) -> tuple[Left, tuple | None]:
@@ -203,53 +189,72 @@ class Runner:
         self, phase: Phase, key: Any, server: PyTree, states: tuple, first: int, cohorts_of: Callable[[int, int], Any]
     ) -> "Ended":
         """Rounds of a phase, chunk by chunk: between two chunks the host looks."""
-        sent, names = self._traffic(phase, server, states), self.stack.names
-        look, effort = phase.look or phase.num_rounds, self.effort(phase)
-        info: dict[str, np.ndarray] = {}
-        rows: list[dict[str, np.ndarray]] = []
-        done, interrupted, total, shortened = 0, False, phase.num_rounds, 0
+        sent, look, effort = self._sent(phase, server, states), phase.look or phase.num_rounds, self.effort(phase)
+        at = self.checkpoint.entered(phase, server, states, self.books) or Loop(server, states, {}, round=self.round)
+        rows, recent, interrupted, total = [at.info] * bool(at.done), [], False, phase.num_rounds
+        if at.since < at.done:
+            recent = [{name: column[at.since :] for name, column in at.info.items()}]
+        self.round = at.round
         title = "finding a start" if phase.role == "start" else self.label
         hidden, kept = not self.bar or phase.role == "check", phase.role == "rounds"
-        with tqdm(total=total, desc=title, disable=hidden, leave=kept, unit="round") as bar:
+        with tqdm(total=total, initial=at.done, desc=title, disable=hidden, leave=kept, unit="round") as bar:
             try:
-                while done < total:
-                    count = min(self.engine.chunk, look - done % look, total - done)
-                    cohorts = cohorts_of(first + done, count)
-                    asked = len(names) if cohorts is None else cohorts.shape[1]
-                    chunk = (phase.algorithm, key, self.stack, server, states, first + done, cohorts)
+                while not at.finished:
+                    end = at.since + min(self.engine.chunk, look - at.since % look, total - at.since)
+                    count = self.checkpoint.until(at.done, end) - at.done
+                    cohorts = cohorts_of(first + at.done, count)
+                    chunk = (phase.algorithm, key, self.stack, at.server, at.states, first + at.done, cohorts)
                     after = self.engine.rounds(*chunk, count, effort)
                     bad = _first_bad(after, count) if phase.role == "rounds" and phase.watched else None
-                    if bad is not None and phase.shorter is not None and shortened < SHORTER:
-                        server, states = self._shorter(phase, server, states)
-                        shortened += 1
+                    if bad is not None and phase.shorter is not None and at.shortened < SHORTER:
+                        server, states = self._shorter(phase, at.server, at.states)
+                        at = at._replace(server=server, states=states, shortened=at.shortened + 1)
                         continue
                     if bad is not None:
-                        good, (server, states, info) = last_good(self.engine, chunk, bad, effort)
-                        if good:
-                            self._record(info, good, asked, sent, phase)
-                        self.round += good
-                        members = None if cohorts is None or good >= len(cohorts) else cohorts[good]
-                        raise NonFinite(phase, key, server, states, self.round, members)
-                    server, states, info = after
-                    self._record(info, count, asked, sent, phase)
-                    rows.append(info)
-                    done += count
-                    self.round += count if phase.role == "rounds" else 0
-                    bar.update(count)
+                        raise self._non_finite(phase, chunk, bad, effort, sent)
+                    info = after[2]
+                    self._record(phase, info, count, cohorts, sent)
+                    rows, recent = [*rows, info], [*recent, info]
+                    done, since = at.done + count, at.since
                     if "loss" in info:
                         bar.set_postfix(loss=f"{float(np.mean(info['loss'][-100:])):.4g}")
-                    if phase.done is not None and done % look == 0 and done < total and phase.done(info):
-                        if kept and self.bar:
-                            bar.write(f"nothing moves any more after {done} rounds")
-                        break
+                    finished = done == total
+                    if done == end:  # a whole chunk
+                        looks = done % look == 0 and not finished
+                        if looks and phase.done is not None and phase.done(_together(recent)):
+                            finished = True
+                            if kept and self.bar:
+                                bar.write(f"nothing moves any more after {done} rounds")
+                        since, recent = done, []
+                    self.round += count if phase.role == "rounds" else 0
+                    at = Loop(after[0], after[1], {}, done, since, at.shortened, finished, self.round)
+                    self.checkpoint.reached(at, rows, self.books)
+                    bar.update(count)
             except KeyboardInterrupt:
+                self.checkpoint.interrupted()
                 if phase.role == "start":  # there is no fit yet
                     raise
                 interrupted = True
                 if kept:
-                    bar.write(f"stopped after {done} of {total} rounds; this is the fit so far")
-        whole = {name: np.concatenate([one[name] for one in rows]) for name in info}
-        return Ended(server, states, whole, done, interrupted, shortened)
+                    bar.write(f"stopped after {at.done} of {total} rounds; this is the fit so far")
+        return Ended(at.server, at.states, _together(rows), at.done, interrupted, at.shortened)
+
+    def _non_finite(self, phase: Phase, chunk: tuple, bad: int, effort: str, sent: Sent) -> NonFinite:
+        """The end of a run whose values are not finite, with the last states that are."""
+        key, cohorts = chunk[1], chunk[6]
+        good, (server, states, info) = last_good(self.engine, chunk, bad, effort)
+        if good:
+            self._record(phase, info, good, None if cohorts is None else cohorts[:good], sent)
+        self.round += good
+        members = None if cohorts is None or good >= len(cohorts) else cohorts[good]
+        return NonFinite(phase, key, server, states, self.round, members)
+
+    def _record(self, phase: Phase, info: dict, count: int, cohorts: Any, sent: Sent) -> None:
+        num = len(self.stack.names)
+        if phase.role == "check":
+            self.books.looked(phase.name, count, cohorts, num, sent)
+        else:
+            self.books.rounds(phase.name, phase.role == "start", info, count, cohorts, num, sent)
 
     def effort(self, phase: Phase) -> str:
         """Of the compiler: little work is done before a program for much work is compiled."""
@@ -277,62 +282,21 @@ class Runner:
     def _key(self, phase: Phase) -> Any:
         return folded(self.key, digest(f"\0{phase.name}"))
 
-    def _traffic(self, phase: Phase, server: PyTree, states: tuple) -> Traffic:
-        """Of one silo in one round, from shapes alone."""
+    def _sent(self, phase: Phase, server: PyTree, states: tuple) -> Sent:
+        """By one silo in one round, and to it, from shapes alone."""
         data = self.stack.shapes(0)
         if self.engine.holds_states:
             silo = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), states[0])
         else:
             silo = None
-        return traffic(phase.algorithm, server, silo, data)
+        return sent(phase.algorithm, server, silo, data)
 
-    def _record(self, info: dict, count: int, cohort: int, sent: Traffic, phase: Phase) -> None:
-        if phase.role == "check":
-            asked = count * cohort
-            self.records.append(Record(phase.name, count, asked * sent.up, asked * sent.down))
-            self._count(asked * sent, at=-1)
-            return
-        rows = {name: column for name, column in info.items() if not name.startswith("_")}
-        rows.setdefault("bytes_up", np.full(count, cohort * sent.up))
-        rows.setdefault("bytes_down", np.full(count, cohort * sent.down))
-        rows["start"] = np.full(count, phase.role == "start")
-        self.history.append(rows)
-        if self.uncounted != Traffic(0, 0):
-            self._count(self.uncounted, at=0, rows=rows)
-            self.uncounted = Traffic(0, 0)
-        up, down = (
-            int(np.sum(rows["bytes_up"])) - self.recorded.up,
-            int(np.sum(rows["bytes_down"])) - self.recorded.down,
-        )
-        self.recorded = Traffic(0, 0)
-        if self.records and self.records[-1].phase == phase.name:
-            last = self.records.pop()
-            count, up, down = count + last.rounds, up + last.bytes_up, down + last.bytes_down
-        self.records.append(Record(phase.name, count, up, down))
 
-    def _count(self, sent: Traffic, at: int, rows: dict | None = None) -> None:
-        """Add to a round what was sent beside it."""
-        rows = (self.history[-1] if self.history else None) if rows is None else rows
-        if rows is None:
-            self.uncounted = self.uncounted + sent
-            return
-        for name, size in (("bytes_up", sent.up), ("bytes_down", sent.down)):
-            column = np.array(rows[name])
-            column[at] += size
-            rows[name] = column
-
-    def columns(self) -> dict[str, np.ndarray]:
-        """The history: each quantity over all rounds, NaN in rounds that do not have it."""
-        names = dict.fromkeys(name for rows in self.history[::-1] for name in rows)
-        return {name: self._column(name) for name in names}
-
-    def _column(self, name: str) -> np.ndarray:
-        like = next(rows[name] for rows in self.history if name in rows)
-
-        def column(rows: dict[str, np.ndarray]) -> np.ndarray:
-            return rows[name] if name in rows else np.full((len(rows["loss"]), *like.shape[1:]), np.nan)
-
-        return np.concatenate([column(rows) for rows in self.history])
+def _together(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Infos of one chunk after the other."""
+    if len(rows) == 1:
+        return rows[0]
+    return {name: np.concatenate([one[name] for one in rows]) for name in (rows[0] if rows else ())}
 
 
 def _first_bad(after: tuple[PyTree, tuple, dict[str, np.ndarray]], count: int) -> int | None:

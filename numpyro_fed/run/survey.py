@@ -9,6 +9,7 @@ split's certificate holds on their data (:mod:`numpyro_fed.model.certificate`).
 """
 
 import json
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,12 +21,12 @@ from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, 
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
-from numpyro_fed.engines.base import Engine, Traffic
+from numpyro_fed.engines.base import Engine, Sent
 from numpyro_fed.host import key_of, zeros_like
 from numpyro_fed.keys import digest
 from numpyro_fed.local.minibatch import rows_apart
 from numpyro_fed.memo import ByIdentity, remembered
-from numpyro_fed.model.certificate import ASKED
+from numpyro_fed.model.certificate import ASKED, certifying
 from numpyro_fed.model.indices import in_range
 from numpyro_fed.model.mixing import looking_around, rows_look_around
 from numpyro_fed.model.observations import observations_by_site
@@ -33,6 +34,7 @@ from numpyro_fed.model.rows import components_of, how_rows_lie
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.support import supported
 from numpyro_fed.model.survey import Survey
+from numpyro_fed.results.ledger import Entry
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import as_schedule
 
@@ -94,7 +96,7 @@ def _algorithm(split: SplitModel, batch_size: int | None, num: int, like: SiloDa
     )
 
 
-def take(split: SplitModel, stack: Stack, engine: Engine, batch_size: int | None) -> tuple[Answer, Traffic]:
+def take(split: SplitModel, stack: Stack, engine: Engine, batch_size: int | None) -> tuple[Answer, tuple[Entry, ...]]:
     """Everyone's answers, stacked in the order of the silos (of a store: of its example), and what they cost."""
     asked = stack.example
     num = len(asked.names)
@@ -110,11 +112,23 @@ def take(split: SplitModel, stack: Stack, engine: Engine, batch_size: int | None
     )
     runner = Runner(engine, key_of(KEY), asked, split, as_schedule(None), False, "")
     left, _ = runner.run((phase,), Left(), tuple(() for _ in asked.buckets), None)
-    (record,) = runner.records
-    partition = len(json.dumps(told(split)).encode())
-    certificate = Traffic(wire.num_bytes(np.zeros((), bool)), wire.num_bytes(np.zeros((), np.int32)))
-    before = Traffic(asked.description_bytes, num * partition) + min(num, ASKED) * certificate
-    return jax.device_get(left.server), Traffic(record.bytes_up, record.bytes_down) + before
+    places = np.array([stack.names.index(name) for name in asked.names])
+    answered = (entry._replace(who=places) for entry in runner.books.entries)
+    return jax.device_get(left.server), (*_before(split, asked, places), *answered)
+
+
+def _before(split: SplitModel, asked: Stack, places: np.ndarray) -> Iterable[Entry]:
+    """What is sent before the survey's round: each silo's description, the partition, and a few certificates."""
+    entry = lambda who, sent: Entry("survey", 0, 1, places[np.array(who)], sent, together=True)
+    sizes: dict[int, list[int]] = {}
+    for j, size in enumerate(asked.description_bytes):
+        sizes.setdefault(size, []).append(j)
+    for size, who in sizes.items():
+        yield entry(who, Sent(up=(wire.Field("description", (), size),)))
+    partition = wire.Field("partition", (), len(json.dumps(told(split)).encode()))
+    yield entry(range(len(asked.names)), Sent(down=(partition,)))
+    agrees = Sent(wire.fields({"agrees": np.zeros((), bool)}), wire.fields({"seed": np.zeros((), np.int32)}))
+    yield entry([asked.names.index(name) for name in certifying(asked.silos, split.partition.axes)], agrees)
 
 
 def told(split: SplitModel) -> list[list[str]]:

@@ -1,0 +1,223 @@
+"""Files of runs: which are refused and why, and processes that were killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.run import checkpoint, identity
+from numpyro_fed.run.identity import digest_of
+
+KEY = jax.random.key(0)
+
+
+def model(x, y):
+    b = numpyro.sample("b", dist.Normal(0, 5))
+    with numpyro.plate("n", x.shape[0]):
+        numpyro.sample("y", dist.Normal(b * x, 1.0), obs=y)
+
+
+def wider(x, y):
+    b = numpyro.sample("b", dist.Normal(0, 6))
+    with numpyro.plate("n", x.shape[0]):
+        numpyro.sample("y", dist.Normal(b * x, 1.0), obs=y)
+
+
+def silos(*names: str, shift: float = 0.0) -> nf.Silos:
+    draws = np.random.default_rng(0)
+    return nf.Silos(
+        {n: dict(x=draws.normal(size=6), y=draws.normal(size=6) + shift) for n in names or ("leeds", "york")}
+    )
+
+
+def sfvi(program: Any = model, size: float = 0.01) -> nf.SFVI:
+    return nf.SFVI(program, optim=optax.adam(size), start_rounds=0)
+
+
+def run(path: Any, method: Any = None, data: nf.Silos | None = None, key: Any = KEY, rounds: int = 6, **options: Any):
+    method, data = method or sfvi(), data or silos()
+    return method.run(key, data, rounds, progress_bar=False, checkpoint=path, **options)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "run.nfc"
+    run(path, checkpoint_every=2)
+    return path
+
+
+OTHERS = {
+    "it is of SFVI in float32, and this is EP in float32": lambda path: run(path, nf.EP(model)),
+    "the model is another": lambda path: run(path, sfvi(wider)),
+    "the setting optim is another": lambda path: run(path, sfvi(size=0.02)),
+    "rng_key is another": lambda path: run(path, key=jax.random.key(1)),
+    "num_rounds is another": lambda path: run(path, rounds=8),
+    "schedule is another": lambda path: run(path, schedule="sequential"),
+    "engine is another": lambda path: run(path, engine=nf.engines.Loopback()),
+    "init_state is another": lambda path: run(path, init_state=run(None).state),
+    "the data of silo 'leeds' are others now": lambda path: run(path, data=silos(shift=1.0)),
+    "it has other silos (missing now: york; not in the file: hull)": lambda path: run(
+        path, data=silos("leeds", "hull")
+    ),
+}
+
+
+@pytest.mark.parametrize("why", OTHERS)
+def test_another_run_is_refused_with_the_reason(file: Path, why: str) -> None:
+    with pytest.raises(ValueError) as error:
+        OTHERS[why](file)
+    assert why in str(error.value) and "Take another path, or remove the file to begin anew" in str(error.value)
+
+
+def edited(file: Path, path: Path, edit: Any) -> Path:
+    path.write_bytes(edit(bytearray(file.read_bytes())))
+    return path
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "empty": (lambda data: b"", "no checkpoint"),
+    "foreign": (lambda data: b"PK\3\4" + data, "no checkpoint"),
+    "truncated": (lambda data: data[:-7], "damaged"),
+    "longer": (lambda data: data + b"x", "damaged"),
+    "one bit": (lambda data: data[:99] + bytes([data[99] ^ 1]) + data[100:], "damaged"),
+    "older": (lambda data: data[:4] + b"\0\0\0\0" + data[8:], "version 0 of the format, and this one reads 1: finish"),
+    "newer": (lambda data: data[:4] + b"\2\0\0\0" + data[8:], "version 2 of the format, and this one reads 1: upgrade"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_file_is_refused(file: Path, tmp_path: Path, damage: str) -> None:
+    edit, why = DAMAGES[damage]
+    with pytest.raises(ValueError, match=why):
+        run(edited(file, tmp_path / "run", edit))
+
+
+def test_a_fit_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no checkpoint of numpyro_fed"):
+        run(run(None).save(tmp_path / "fit.npz"))
+
+
+def test_what_is_asked_for_makes_sense(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        run(tmp_path / "nowhere" / "run")
+    with pytest.raises(ValueError, match="say where"):
+        run(None, checkpoint_every=3)
+    with pytest.raises(ValueError, match="checkpoint_every"):
+        run(tmp_path / "run", checkpoint_every=0)
+
+
+def test_another_version_is_said(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "versions", lambda: identity.versions() | {"jax": "99"})
+    with pytest.warns(UserWarning, match=r"written with jax .*, this is 99: the run goes on"):
+        run(file)
+
+
+def test_interrupted_runs_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it would be until the next write."""
+    path, whole = tmp_path / "run", run(None, rounds=250)
+    rounds, asked = nf.engines.Vmap.rounds, []
+
+    def stopped(self: Any, *args: Any, **options: Any) -> Any:
+        asked.append(args[5])
+        if args[5] >= 100:
+            raise KeyboardInterrupt
+        return rounds(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nf.engines.Vmap, "rounds", stopped)
+        half = run(path, rounds=250)
+    assert 0 < half.state.round < 250
+    on = run(path, rounds=250)
+    for a, b in zip(jax.tree.leaves(on.state), jax.tree.leaves(whole.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert on.seconds > half.seconds
+
+
+def test_digests_tell_what_a_value_is_made_of() -> None:
+    first, second = (lambda c: lambda x: c * x)(2.0), (lambda c: lambda x: c * x)(3.0)
+    values = [
+        first,
+        second,
+        model,
+        wider,
+        optax.adam(0.1),
+        optax.adam(0.2),
+        nf.solvers.Laplace(),
+        KEY,
+        {"a": 1},
+        {"a": 2},
+    ]
+    found = [digest_of(value) for value in values]
+    assert len(set(found)) == len(values)
+    assert found == [digest_of(value) for value in values]
+    assert digest_of(optax.adam(0.1)) == digest_of(optax.adam(0.1))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = {paths!r}
+import jax, numpyro, pytest
+numpyro.enable_x64()
+from table import METHODS, silos_for
+from numpyro_fed.run import checkpoint
+import numpy as np
+method, path, out, when, where = METHODS[{name!r}], {path!r}, {out!r}, {when}, {where!r}
+wrote, replace, fsync = 0, os.replace, os.fsync
+
+def die(): os.kill(os.getpid(), signal.SIGKILL)
+
+def replaced(a, b):
+    global wrote
+    wrote += 1
+    if wrote == when and where == "before":
+        with open(a, "r+b") as file: file.truncate(os.path.getsize(a) // 2)  # in the middle of a write
+        die()
+    replace(a, b)
+    if wrote == when and where == "after": die()
+
+os.replace = replaced
+fit = method.run(jax.random.key(0), silos_for(method.model), 12, progress_bar=False, check=False,
+                 checkpoint=path, checkpoint_every=1)
+np.savez(out, *[np.asarray(leaf) for leaf in jax.tree.leaves((fit.state.server, fit.state.silos))
+                if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)], loss=fit.history["loss"],
+         up=fit.history["bytes_up"])
+"""
+
+
+def killed(name: str, path: Path, out: Path, when: int, where: str) -> int:
+    here = Path(__file__).parent
+    script = KILLED.format(
+        paths=[str(here), str(here / "laws"), str(here.parent)],
+        name=name,
+        path=str(path),
+        out=str(out),
+        when=when,
+        where=where,
+    )
+    return subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["EP", "SFVI, no locals", "FedAvg"])
+def test_killed_three_times(name: str, tmp_path: Path) -> None:
+    """Processes that get no chance to say goodbye; the second in the middle of a write."""
+    path, out, plain = tmp_path / "run", tmp_path / "out.npz", tmp_path / "plain.npz"
+    for when, where in ((3, "after"), (3, "before"), (4, "after")):
+        assert killed(name, path, out, when, where) == -signal.SIGKILL
+    assert killed(name, path, out, 0, "") == 0
+    assert killed(name, tmp_path / "other", plain, 0, "") == 0
+    with np.load(out) as found, np.load(plain) as expected:
+        assert found.files == expected.files
+        for array in expected.files:
+            np.testing.assert_array_equal(found[array], expected[array])
