@@ -79,6 +79,20 @@ AggregateFn = Callable[[PyTree, Cohort], PyTree]
 ServerStepFn = Callable[[Key, PyTree, PyTree], tuple[PyTree, dict[str, Any]]]
 
 
+class Lost(NamedTuple):
+    """What a round does about a silo that was asked, and of which no message came that could be used.
+
+    By default the round goes on with those who replied: right where the server holds a factor of each silo, which then
+    stays as it is. A sum or an average over all silos would be another one without it, and holds its last
+    contribution instead.
+    """
+
+    hold: bool = False
+    # (rng_key, server_state, message) -> what is held and aggregated in the message's place; None: the message itself
+    absorb: Callable[[Key, PyTree, PyTree], PyTree] | None = None
+    server_step: ServerStepFn | None = None  # on the aggregate of these; None: the algorithm's own
+
+
 class FederatedAlgorithm(NamedTuple):
     """A federated method, as pure functions on pytrees. See the module's docstring for the rules."""
 
@@ -88,6 +102,7 @@ class FederatedAlgorithm(NamedTuple):
     silo_step: SiloStepFn
     aggregate: AggregateFn
     server_step: ServerStepFn
+    lost: Lost = Lost()  # where messages can be lost
 
     def traced_once(self) -> "FederatedAlgorithm":
         """The same algorithm, its functions traced once per shapes, however many programs and engines use them."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.algorithm import FederatedAlgorithm
+from numpyro_fed.algorithm import FederatedAlgorithm, Lost
 from numpyro_fed.host import put, real_dtype
 
 Array = jax.Array
@@ -86,6 +86,11 @@ def in_user_precision(algorithm: FederatedAlgorithm, x64: bool) -> FederatedAlgo
         once(algorithm.silo_step),
         under(algorithm.aggregate),
         once(algorithm.server_step),
+        Lost(
+            algorithm.lost.hold,
+            algorithm.lost.absorb and under(algorithm.lost.absorb),
+            algorithm.lost.server_step and under(algorithm.lost.server_step),
+        ),
     )
 
 

@@ -1,6 +1,8 @@
 """Laws of the wire codec: what goes in comes out, bit by bit, or a ValueError says why not."""
 
 import struct
+import time
+import tracemalloc
 import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -246,7 +248,7 @@ MISMATCHES = {
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_mismatch_names_the_leaf(name):
     sent, like, fragments = MISMATCHES[name]
-    with pytest.raises(ValueError, match="does not fit the expected structure") as error:
+    with pytest.raises(ValueError, match="It differs") as error:
         decode(encode(sent), like)
     for fragment in fragments:
         assert fragment in str(error.value)
@@ -269,3 +271,54 @@ def test_other_order():
 def test_what_cannot_be_sent(leaf):
     with pytest.raises(ValueError, match=r"leaf \['a'\] cannot be sent: got .*, expected one of None, bool, int8"):
         encode({"a": leaf})
+
+
+def test_a_hostile_header_is_refused_at_once() -> None:
+    """Six million bytes that say they are half a million leaves: no copy is made, and ten leaves are told of."""
+    leaf = struct.pack("<IBBQ", 7, 11, 1, 2**60)
+    hostile = encode(MESSAGE)[:8] + struct.pack("<I", 430_000) + leaf * 430_000
+    assert len(hostile) > 6_000_000
+    tracemalloc.start()
+    began = time.perf_counter()
+    with pytest.raises(ValueError, match=r"overlong.*\n.*got 430000 leaves") as error:
+        decode(hostile, MESSAGE)
+    seconds, (_, peak) = time.perf_counter() - began, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seconds < 0.05 and peak < 20e6
+    assert len(str(error.value)) < 2000
+
+
+def test_at_most_ten_leaves_are_explained() -> None:
+    wide = {f"w{i:03}": np.zeros(2, "f") for i in range(100)}
+    with pytest.raises(ValueError) as error:
+        decode(encode(wide), {name: np.zeros(3, "f") for name in wide})
+    assert str(error.value).count("got float32[2]") == 10 and "and 90 more" in str(error.value)
+
+
+@pytest.mark.parametrize("number", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_fuzzed_messages_are_refused_or_whole(number: int) -> None:
+    """Bits turned over, bytes cut out, put in, repeated: an error that says so, or (by a lucky checksum) a message."""
+    draws, data = np.random.default_rng(0), encode(MESSAGE)
+    refused = 0
+    for _ in range(number):
+        bad = bytearray(data)
+        for _ in range(draws.integers(1, 4)):
+            at, kind = int(draws.integers(0, len(bad) + 1)), draws.integers(0, 4)
+            piece = bytes(draws.integers(0, 256, draws.integers(1, 20), dtype=np.uint8))
+            if kind == 0 and at < len(bad):
+                bad[at] ^= 1 << int(draws.integers(0, 8))
+            elif kind == 1:
+                bad[at : at + len(piece)] = b""
+            elif kind == 2:
+                bad[at:at] = piece
+            else:
+                bad[at:at] = bad[max(0, at - len(piece)) : at]
+            if draws.random() < 0.5 and len(bad) > 8:  # with a checksum that is right
+                bad[4:8] = struct.pack("<I", zlib.crc32(bytes(bad[8:])))
+        try:
+            found = decode(bytes(bad), MESSAGE)
+        except ValueError:
+            refused += 1
+        else:
+            assert jax.tree.structure(found) == jax.tree.structure(MESSAGE)
+    assert refused > 0.5 * number

@@ -5,9 +5,10 @@ reads each round's cohort from a store.
 """
 
 from numpyro_fed.engines.base import Engine, sent_to
+from numpyro_fed.engines.faults import Fault, Faults
 from numpyro_fed.engines.loopback import Loopback
 from numpyro_fed.engines.streamed import Streamed
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.precision import engine_in_x64, stacked
 
-__all__ = ["Engine", "Loopback", "Streamed", "Vmap", "engine_in_x64", "sent_to", "stacked"]
+__all__ = ["Engine", "Fault", "Faults", "Loopback", "Streamed", "Vmap", "engine_in_x64", "sent_to", "stacked"]

@@ -13,29 +13,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
+from numpyro_fed.algorithm import Cohort, FederatedAlgorithm, Phase
 from numpyro_fed.data.silos import at_silo
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import sent_to
+from numpyro_fed.engines.faults import Faults
+from numpyro_fed.engines.lossy import Lossy
+from numpyro_fed.engines.steps import broadcast_of, from_bytes, silo_step
 from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 from numpyro_fed.precision import engine_in_x64, stacked
 
 
 @dataclass(frozen=True)
 class Loopback:
-    """Silos in a Python loop, every message and broadcast encoded and decoded as over a network."""
+    """Silos in a Python loop, every message and broadcast encoded and decoded as over a network.
 
+    Args:
+        faults: what goes wrong on the way (:class:`~numpyro_fed.engines.Faults`); by default nothing. With faults, also
+            with none in them, the server bears what a network does: a message that cannot be used is refused, and the
+            rounds go on; ``fit.history["took_part"]`` and ``["refused"]`` have who was heard and why not.
+    """
+
+    faults: Faults | None = None
     chunk: ClassVar[int] = 16
     holds_states: ClassVar[bool] = True
     reads_store: ClassVar[bool] = False
+
+    def during(self, phase: Phase) -> Any:
+        """What runs the rounds of this phase."""
+        if self.faults is None:
+            return self
+        return Lossy(self.faults, "survey" if phase.name == "survey" else phase.role, phase.watched)
 
     @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
         key = jax.random.fold_in(key, START)
         server_key = jax.random.fold_in(key, SERVER)
         server = _init(algorithm, server_key)
-        broadcast = _broadcast(algorithm, server_key, server)
+        broadcast = broadcast_of(algorithm, server_key, server)
         states, number = [], {name: j for j, name in enumerate(stack.names)}
         for bucket in stack.buckets:
             found = []
@@ -65,7 +81,7 @@ class Loopback:
         for i in range(count):
             round_key = jax.random.fold_in(key, first + i)
             server_key = jax.random.fold_in(round_key, SERVER)
-            broadcast = _broadcast(algorithm, server_key, server)
+            broadcast = broadcast_of(algorithm, server_key, server)
             cohort = np.arange(len(stack.names)) if cohorts is None else np.asarray(cohorts[i])
             messages, up, down = [], 0, 0
             for j in cohort.tolist():
@@ -78,7 +94,7 @@ class Loopback:
                 with at_silo(name):
                     if name not in data:
                         data[name] = stack.data(name)
-                    message, state = _silo_step(algorithm, key_j, received, state, data[name])
+                    message, state = silo_step(algorithm, key_j, received, state, data[name])
                 message, size = _through_wire(message)
                 up += size
                 messages.append(message)
@@ -108,10 +124,8 @@ class Loopback:
 
 
 def _through_wire(tree: Any) -> tuple[Any, int]:
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), tree)
     encoded = wire.encode(tree)
-    with jax.enable_x64(True):  # float64 stays so in a float32 program
-        return jax.tree.map(jnp.asarray, wire.decode(encoded, like)), len(encoded)
+    return from_bytes(encoded, tree), len(encoded)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -122,16 +136,6 @@ def _init(algorithm: FederatedAlgorithm, key: Any) -> Any:
 @partial(jax.jit, static_argnums=0)
 def _init_silo(algorithm: FederatedAlgorithm, key: Any, broadcast: Any, data: Any) -> Any:
     return algorithm.init_silo(key, broadcast, data)
-
-
-@partial(jax.jit, static_argnums=0)
-def _broadcast(algorithm: FederatedAlgorithm, key: Any, server: Any) -> Any:
-    return algorithm.broadcast(key, server)
-
-
-@partial(jax.jit, static_argnums=0)
-def _silo_step(algorithm: FederatedAlgorithm, key: Any, broadcast: Any, state: Any, data: Any) -> Any:
-    return algorithm.silo_step(key, broadcast, state, data)
 
 
 @partial(jax.jit, static_argnums=(0, 5))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm, Key, PyTree
+from numpyro_fed.engines.hearing import inner
 
 
 class StaleState(NamedTuple):
@@ -30,7 +31,8 @@ def held(algorithm: FederatedAlgorithm, server: PyTree, key: Key, num_silos: int
 
 
 def current(server: PyTree) -> PyTree:
-    """The algorithm's own server state, whether or not it is run on stale broadcasts."""
+    """The algorithm's own server state, whether or not it is run on stale broadcasts, or messages can be lost."""
+    server = inner(server)
     return server.server if isinstance(server, StaleState) else server
 
 

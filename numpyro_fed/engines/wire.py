@@ -30,7 +30,7 @@ What does not fit is refused, leaf by leaf:
     >>> decode(data, jax.eval_shape(step, jnp.zeros(5)))
     Traceback (most recent call last):
     ...
-    ValueError: The message does not fit the expected structure:
+    ValueError: The message has the wrong length, it is truncated: got 44 bytes, expected 56. It differs:
       leaf ['gradient']: got float32[2], expected float32[5]
 """
 
@@ -45,6 +45,7 @@ import numpy as np
 
 MAGIC = b"NFW"
 VERSION = 1
+MOST_TOLD = 10  # leaves of which an error speaks
 _PREAMBLE = struct.Struct("<3sBI")  # magic, version, checksum of all that follows
 _COUNT = struct.Struct("<I")  # number of leaves
 _LEAF = struct.Struct("<IBB")  # checksum of the path, code of the dtype, number of axes; the sizes follow
@@ -129,11 +130,9 @@ def decode(data: bytes, like: Any) -> Any:
     header = _header(specs)
     expected_length = _PREAMBLE.size + len(header) + _payload_bytes(specs)
 
-    body = _checked_body(data, expected_length)
-    if not body.startswith(header):
-        raise ValueError(_explain(body, specs))
-    if len(data) != expected_length:
-        raise ValueError(f"The message has the wrong length: got {len(data)} bytes, expected {expected_length}.")
+    body = _checked_body(memoryview(data), expected_length, specs)
+    if body[: len(header)] != header:
+        raise ValueError(f"The message does not fit the expected structure. {_explain(body, specs)}")
 
     leaves = []
     offset = len(header)
@@ -227,8 +226,11 @@ def _from_numbers(numbers: np.ndarray, spec: LeafSpec) -> Any:
     return owned
 
 
-def _checked_body(data: bytes, expected_length: int) -> bytes:
-    """What follows the preamble, once the preamble vouches for it."""
+def _checked_body(data: memoryview, expected_length: int, specs: list[LeafSpec]) -> memoryview:
+    """What follows the preamble, once the length is right and the preamble vouches for it.
+
+    The length comes first: of what is too long no more is read than would tell the difference.
+    """
     if len(data) < _PREAMBLE.size:
         raise ValueError(f"The message is truncated: got {len(data)} bytes, expected {expected_length}.")
     magic, version, checksum = _PREAMBLE.unpack_from(data)
@@ -239,20 +241,33 @@ def _checked_body(data: bytes, expected_length: int) -> bytes:
             f"The message has version {version} of the wire format, expected {VERSION}: "
             "install the same version of numpyro_fed at both ends."
         )
-    body = bytes(data[_PREAMBLE.size :])
-    if zlib.crc32(body) != checksum:
+    body = data[_PREAMBLE.size :]
+    if len(data) != expected_length:
+        which = "truncated" if len(data) < expected_length else "overlong"
         raise ValueError(
-            f"The message is damaged, truncated or overlong: its checksum is {zlib.crc32(body):08x}, expected "
-            f"{checksum:08x}; got {len(data)} bytes, expected {expected_length}."
+            f"The message has the wrong length, it is {which}: got {len(data)} bytes, expected {expected_length}."
+            f"{_told(body, specs)}"
         )
+    if zlib.crc32(body) != checksum:
+        raise ValueError(f"The message is damaged: its checksum is {zlib.crc32(body):08x}, expected {checksum:08x}.")
     return body
 
 
-def _explain(body: bytes, specs: list[LeafSpec]) -> str:
-    """Say, leaf by leaf, how the header of ``body`` differs from what is expected."""
+def _told(body: memoryview, specs: list[LeafSpec]) -> str:
+    """How the structure differs, where the header of a message of another length can be read."""
+    if body[: len(_header(specs))] == _header(specs):
+        return ""
+    try:
+        return " " + _explain(body, specs)
+    except ValueError:
+        return " It has a malformed header."
+
+
+def _explain(body: memoryview, specs: list[LeafSpec]) -> str:
+    """Say, leaf by leaf, how the header of ``body`` differs from what is expected; of ten leaves at most."""
     expected = {zlib.crc32(spec.path.encode()): spec for spec in specs}
-    got = _read_header(body)
-    problems = [] if len(got) == len(specs) else [f"got {len(got)} leaves, expected {len(specs)}"]
+    count, got = _read_header(body, len(specs) + MOST_TOLD)
+    problems = [] if count == len(specs) else [f"got {count} leaves, expected {len(specs)}"]
     for name, spec in expected.items():
         if name not in got:
             problems.append(f"{_label(spec.path)}: got nothing, expected {_describe(spec.dtype, spec.shape)}")
@@ -264,23 +279,25 @@ def _explain(body: bytes, specs: list[LeafSpec]) -> str:
             problems.append(f"leaf number {position}: got {_describe(*description)} under a name that is not expected")
     if not problems:
         problems = ["the leaves come in another order"]
-    return "The message does not fit the expected structure:\n" + "\n".join(f"  {problem}" for problem in problems)
+    if len(problems) > MOST_TOLD:
+        problems = [*problems[:MOST_TOLD], f"and {len(problems) - MOST_TOLD} more"]
+    return "It differs:\n" + "\n".join(f"  {problem}" for problem in problems)
 
 
-def _read_header(body: bytes) -> dict[int, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of each leaf in a message, by the checksum of its path."""
+def _read_header(body: memoryview, most: int) -> tuple[int, dict[int, tuple[str, tuple[int, ...]]]]:
+    """How many leaves a message says it has; dtype and shape of the first of them, by the checksum of their paths."""
     leaves = {}
     try:
         (count,) = _COUNT.unpack_from(body)
         offset = _COUNT.size
-        for _ in range(count):
+        for _ in range(min(count, most)):
             name, code, num_axes = _LEAF.unpack_from(body, offset)
             shape = struct.unpack_from(f"<{num_axes}Q", body, offset + _LEAF.size)
-            leaves[name] = (_DTYPES[code], shape)
+            leaves[name] = (_DTYPES[code], shape[:MOST_TOLD])
             offset += _LEAF.size + 8 * num_axes
     except (struct.error, IndexError) as error:
         raise ValueError("The message has a malformed header.") from error
-    return leaves
+    return count, leaves
 
 
 def _label(path: str) -> str:

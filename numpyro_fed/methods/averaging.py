@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase, Plan, Program
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Lost, Phase, Plan, Program
 from numpyro_fed.checks import check_count, is_number
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.local import minibatch
@@ -310,7 +310,8 @@ class Averaging(Method):
             }
             return AveragingServer(*own.parts(new), opt_state, server.round + 1, total, heard, largest), info
 
-        return FederatedAlgorithm(init, lambda key, broadcast, data: (), broadcast, silo_step, aggregate, server_step)
+        nothing = lambda key, broadcast, data: ()
+        return FederatedAlgorithm(init, nothing, broadcast, silo_step, aggregate, server_step, Lost(hold=True))
 
     # --- where rounds begin -------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from numpyro_fed.algorithm import Left, Plan, Posterior, Program
 from numpyro_fed.checks import check_count, check_key, warn_user
 from numpyro_fed.engines.base import Engine
 from numpyro_fed.engines.choose import check_engine, default_engine
+from numpyro_fed.engines.hearing import Gone
 from numpyro_fed.engines.stale import current
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.host import key_of
@@ -35,9 +36,10 @@ from numpyro_fed.run.check import checked, foreseen
 from numpyro_fed.run.checkpoint import Checkpoint, Unsaved
 from numpyro_fed.run.correct import correct
 from numpyro_fed.run.diagnose import NonFinite, explained
-from numpyro_fed.run.finish import finished, warn_of
+from numpyro_fed.run.finish import finished, warn_of, warn_of_verdict
 from numpyro_fed.run.foresee import foresee
 from numpyro_fed.run.identity import identity
+from numpyro_fed.run.lost import go_on
 from numpyro_fed.run.prepare import Prepared, prepare
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import Schedule, as_schedule
@@ -149,6 +151,7 @@ class Method:
         runner.checkpoint = saved
         runner.books.surveyed(prepared.sent, len(silos.names))
         start = resume.start(init_state, name, program, runner)
+        first = runner.round
         foresee(runner, next(phase for phase in program.phases if phase.role == "rounds"))
         runner.later = foreseen(runner, program.posterior, prepared.survey) if check else []
         fit = partial(finished, runner, program.posterior, prepared, silos, self.again(engine), began)
@@ -159,9 +162,21 @@ class Method:
             if error.phase.role == "rounds":
                 told.fit = fit(Left(server=current(error.server)), error.states, warn=False)
             raise told from None
+        except Gone as gone:
+            done = gone.role == "rounds" and bool(runner.books.history)
+            before = fit(Left(server=gone.server), gone.states, warn=False) if done else None
+            rounds = num_rounds and max(1, num_rounds - (gone.round - first))
+            options: dict[str, Any] = dict(schedule=schedule, engine=engine, progress_bar=progress_bar, check=check)
+            again = lambda rest, state: Method.run(self, key, silos.only(*rest), rounds, init_state=state, **options)
+            found = go_on(gone, before, silos.names, again)
+            warn_of_verdict(name, found)
+            return found
         evidence: Any = UNASKED
         if check:
-            evidence = checked(runner, program.posterior, prepared.survey, left.server, left.interrupted, states)
+            try:
+                evidence = checked(runner, program.posterior, prepared.survey, left.server, left.interrupted, states)
+            except Gone as gone:
+                evidence = f"not checked: {gone}"
         found = fit(left, states, evidence)
         if progress_bar:
             tqdm.write(f"verdict: {found.verdict.status}", file=sys.stderr)  # beside the bar

@@ -42,7 +42,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Lost
 from numpyro_fed.checks import check_count, is_number
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.local import minibatch
@@ -275,7 +275,7 @@ class FedNP(FedAvg):
             info |= {"divergence": found.divergence, "clipped": found.clipped + refused}
             return new._replace(beside=Propagation(networks, sites)), info
 
-        return FederatedAlgorithm(init, plain.init_silo, broadcast, silo_step, aggregate, server_step)
+        return FederatedAlgorithm(init, plain.init_silo, broadcast, silo_step, aggregate, server_step, Lost(hold=True))
 
     def _begin(self, task: Task, rounds: int, left: Left, fresh: AveragingServer) -> Begun:
         begun = super()._begin(task, rounds, left, fresh)

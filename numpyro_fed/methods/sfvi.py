@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase, Plan, Program
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Lost, Phase, Plan, Program
 from numpyro_fed.checks import check_count
 from numpyro_fed.guides import StructuredNormal
 from numpyro_fed.guides.function import as_guide
@@ -193,8 +193,14 @@ class SFVI(Method):
         def server_step(key: Array, server: SFVIServer, silos: SFVIMessage) -> tuple[SFVIServer, dict]:
             return parts.update(server, parts.draws(key), silos)
 
+        # the gradient in the guide's parameters belongs to the round's draw, and is held; that in z_G would not do
+        lost = Lost(
+            hold=True,
+            absorb=lambda key, server, message: parts.pulled(server, parts.draws(key), message),
+            server_step=lambda key, server, found: parts.moved(server, parts.draws(key), found),
+        )
         return FederatedAlgorithm(
-            parts.init, parts.init_silo, broadcast, parts.silo_step, aggregate, server_step
+            parts.init, parts.init_silo, broadcast, parts.silo_step, aggregate, server_step, lost
         ).traced_once()
 
     def _parts(

@@ -27,7 +27,7 @@ import numpy as np
 from numpyro.distributions.util import matrix_to_tril_vec, vec_to_tril_matrix
 from scipy.stats import chi2
 
-from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase, Plan
+from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Lost, Phase, Plan
 from numpyro_fed.checks import check_count
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.guides.normal import GlobalBase
@@ -212,7 +212,8 @@ class SFVIAvg(SFVI):
             }
             return server._replace(params=found.params, theta=found.theta), info
 
-        return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+        parts = (init, init_silo, broadcast, silo_step, aggregate, server_step, Lost(hold=True))
+        return FederatedAlgorithm(*parts).traced_once()
 
     def _optim(self, split: SplitModel, default: Any = DEFAULT) -> Any:
         """Linear where the start gives every direction its unit."""

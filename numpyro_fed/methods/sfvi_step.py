@@ -62,6 +62,14 @@ class SFVIBroadcast(NamedTuple):
     theta: dict[str, Array]
 
 
+class Pulled(NamedTuple):
+    """A message at the server: the gradient in the guide's own parameters, through the draw it belongs to."""
+
+    params: dict[str, Array]
+    theta: dict[str, Array]
+    value: Array
+
+
 class Optims(NamedTuple):
     server: optax.GradientTransformation
     silo: RowOptim
@@ -76,6 +84,8 @@ class Parts(NamedTuple):
     sent: Any  # (SFVIServer, draws) -> SFVIBroadcast
     silo_step: Any  # (key, broadcast, SFVISilo, data) -> (SFVIMessage, SFVISilo)
     update: Any  # (SFVIServer, draws, SFVIMessage) -> (SFVIServer, info)
+    pulled: Any  # (SFVIServer, draws, SFVIMessage) -> Pulled: the same in two halves
+    moved: Any  # (SFVIServer, draws, Pulled) -> (SFVIServer, info)
 
 
 def step_parts(
@@ -155,20 +165,35 @@ def step_parts(
         return message, silo._replace(params=params, opt_state=opt_state)
 
     def update(server: SFVIServer, eps: Array, silos: SFVIMessage) -> tuple[SFVIServer, dict]:
-        (z, log_q), pull = jax.vjp(lambda params: paths(params, server.base, eps), server.params)
         _, pull_context = jax.vjp(lambda params: context_of(params, server.base), server.params)
+        return step(server, eps, silos.z, pull_context(silos.context)[0], silos.theta, silos.value)
+
+    def pulled(server: SFVIServer, eps: Array, message: SFVIMessage) -> Pulled:
+        _, pull = jax.vjp(lambda params: paths(params, server.base, eps)[0], server.params)
+        _, pull_context = jax.vjp(lambda params: context_of(params, server.base), server.params)
+        gradient = jax.tree.map(jnp.add, pull(message.z)[0], pull_context(message.context)[0])
+        return Pulled(gradient, message.theta, message.value)
+
+    def moved(server: SFVIServer, eps: Array, silos: Pulled) -> tuple[SFVIServer, dict]:
+        return step(server, eps, jnp.zeros(()), silos.params, silos.theta, silos.value)
+
+    def step(
+        server: SFVIServer, eps: Array, by_z: Array, by_params: dict, by_theta: dict, log_silos: Array
+    ) -> tuple[SFVIServer, dict]:
+        """Uphill: the prior's gradients and the silos', those in z_G pulled back through the guide."""
+        (z, log_q), pull = jax.vjp(lambda params: paths(params, server.base, eps), server.params)
 
         def prior(z: Array, theta: dict) -> Array:
             return jnp.mean(jax.vmap(lambda z: split.log_prior(z, theta_of(server, theta)))(z))
 
         value, (g_z, g_theta) = jax.value_and_grad(prior, argnums=(0, 1))(z, server.theta)
         weight = jnp.full(num_particles, -1.0 / num_particles, log_q.dtype)
-        g_params = jax.tree.map(jnp.add, pull((g_z + silos.z, weight))[0], pull_context(silos.context)[0])
-        g_theta = jax.tree.map(lambda g, m, unit: g + m * unit, g_theta, silos.theta, server.theta_base[1])
+        g_params = jax.tree.map(jnp.add, pull((g_z + by_z, weight))[0], by_params)
+        g_theta = jax.tree.map(lambda g, m, unit: g + m * unit, g_theta, by_theta, server.theta_base[1])
         downhill = jax.tree.map(jnp.negative, (g_params, g_theta))
         updates, opt_state = optim.update(downhill, server.opt_state, (server.params, server.theta))
         params, theta = jax.tree.map(lambda p, u: p + u, (server.params, server.theta), updates)
         server = server._replace(params=params, theta=theta, opt_state=opt_state)
-        return server, {"loss": jnp.mean(log_q) - value - silos.value, **watched(params)}
+        return server, {"loss": jnp.mean(log_q) - value - log_silos, **watched(params)}
 
-    return Parts(init, init_silo, draws, sent_at, silo_step, update)
+    return Parts(init, init_silo, draws, sent_at, silo_step, update, pulled, moved)

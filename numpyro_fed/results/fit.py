@@ -72,9 +72,10 @@ class Fit(Fitted):
         Args:
             silo: what this one sent and received; by default all of them.
         """
-        if silo is not None and silo not in self.state.names:
-            raise ValueError(f"no silo is named {silo!r}; the silos are {format_names(self.state.names)}")
-        return ledger.ledger(self.sent, self.state.names, silo)
+        names = (*self.state.names, *self.left) if self.left else self.state.names
+        if silo is not None and silo not in names:
+            raise ValueError(f"no silo is named {silo!r}; the silos are {format_names(names)}")
+        return ledger.ledger(self.sent, names, silo)
 
     # --- draws --------------------------------------------------------------------------------------------------------
 

@@ -205,6 +205,7 @@ def _cut(fit: F, rest: tuple[str, ...], server: Any, seconds: float) -> F:
         survey=_asked(fit, rest),
         records=(),
         sent=(),
+        left=(),
         moving=False,
         hints=(),
         evidence="silos left, and nobody was asked since: run a few rounds, fit.without(name, num_rounds=3)",

@@ -87,6 +87,7 @@ def load(path: str | Path, method: MadeBy, silos: Silos | SiloStore | None = Non
         survey,
         decode(header["records"], read),
         decode(header["sent"], read),
+        tuple(header["left"]),
         tuple(header["reasons"]),
         header["moving"],
         decode(header["evidence"], read),
@@ -116,7 +117,7 @@ def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray], Path
     if not known:
         raise ValueError(f"{path} is not a file of fit.save: its format is {header['format']!r}, expected {FORMAT!r}")
     if header["version"] == 4:  # which had no ledger
-        header |= {"version": VERSION, "sent": {"tuple": []}}
+        header |= {"version": VERSION, "sent": {"tuple": []}, "left": []}
     if header["version"] != VERSION:
         raise ValueError(
             f"{path} has format version {header['version']}, this numpyro_fed reads version {VERSION}: "

@@ -51,6 +51,7 @@ def save(fit: Fitted, path: str | Path) -> Path:
         "survey": encode(fit.survey, keep_in(arrays)),
         "records": encode(fit.records, keep_in(arrays)),
         "sent": encode(fit.sent, keep_in(arrays)),
+        "left": fit.left,
         "reasons": fit.reasons,
         "moving": fit.moving,
         "hints": fit.hints,

@@ -38,7 +38,8 @@ class Fitted:
     shapes: Silos | None = None  # after nf.load: zeros in the shapes of the silos' arguments
     survey: Survey = NOT_ASKED  # what the silos told before the first round
     records: tuple[Any, ...] = ()  # what each phase of the run cost
-    sent: tuple[Entry, ...] = ()  # all that was sent
+    sent: tuple[Entry, ...] = ()  # all that was sent; silos by their place among those of the state, and then `left`
+    left: tuple[str, ...] = ()  # silos that were lost on the way
     reasons: tuple[str, ...] = ()  # why it is to be doubted, as the rounds show
     moving: bool = False  # one of these is that it had not come to rest
     evidence: Evidence | str = UNASKED  # of the check phase, or why there is none

@@ -1,10 +1,12 @@
 """What a run keeps of its rounds: the history, what each phase cost, and all that was sent."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from numpyro_fed.engines.base import Sent, Traffic
+from numpyro_fed.engines.wire import Field
 from numpyro_fed.results.ledger import Entry
 
 NOTHING = Traffic(0, 0)
@@ -44,7 +46,7 @@ class Books:
     def surveyed(self, entries: tuple[Entry, ...], num_silos: int) -> None:
         """What the silos told before the first phase is counted with its first round, and recorded by itself."""
         self.entries += entries
-        sent = sum((len(one.members(num_silos).ravel()) * one.sent.traffic for one in entries), NOTHING)
+        sent = _traffic(entries, num_silos)
         self.records.append(Record("survey", 2, sent.up, sent.down))
         self.uncounted, self.recorded = self.uncounted + sent, self.recorded + sent
 
@@ -55,11 +57,13 @@ class Books:
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
-    def looked(self, phase: str, count: int, cohorts: np.ndarray | None, num_silos: int, sent: Sent) -> None:
+    def looked(
+        self, phase: str, info: dict, count: int, cohorts: np.ndarray | None, num_silos: int, sent: Sent
+    ) -> None:
         """Rounds of a check: they are counted with the last one before."""
-        entry = Entry(phase, max(self.num_rows - 1, 0), count, cohorts, sent, together=True)
-        self.entries.append(entry)
-        total = entry.members(num_silos).size * sent.traffic
+        found = _entries(phase, max(self.num_rows - 1, 0), info, count, cohorts, sent, together=True)
+        self.entries += found
+        total = _traffic(found, num_silos)
         self.records.append(Record(phase, count, total.up, total.down))
         if self.history:
             self.history[-1] = _with(self.history[-1], -1, total)
@@ -70,7 +74,8 @@ class Books:
         self, phase: str, start: bool, info: dict, count: int, cohorts: np.ndarray | None, num_silos: int, sent: Sent
     ) -> None:
         """Rounds, each with a row in the history."""
-        self._enter(Entry(phase, self.num_rows, count, cohorts, sent))
+        for entry in _entries(phase, self.num_rows, info, count, cohorts, sent):
+            self._enter(entry)
         cohort = num_silos if cohorts is None else cohorts.shape[1]
         rows = {name: column for name, column in info.items() if not name.startswith("_")}
         rows.setdefault("bytes_up", np.full(count, cohort * sent.traffic.up))
@@ -123,6 +128,29 @@ class Books:
         """As :meth:`kept` gave it."""
         self.history, self.records, self.entries = (list(kept[name]) for name in ("history", "records", "entries"))
         self.uncounted, self.recorded = (Traffic(*kept[name]) for name in ("uncounted", "recorded"))
+
+
+def _traffic(entries: Iterable[Entry], num_silos: int) -> Traffic:
+    return sum((one.members(num_silos).size * one.sent.traffic for one in entries), NOTHING)
+
+
+def _entries(
+    phase: str, row: int, info: dict, times: int, cohorts: np.ndarray | None, sent: Sent, together: bool = False
+) -> list[Entry]:
+    """What was sent in these rounds: by all who were asked; where messages get lost, as the rounds tell."""
+    if "_asked" not in info:
+        return [Entry(phase, row, times, cohorts, sent, together)]
+    found = []
+    for i, (asked, heard, refused) in enumerate(
+        zip(info["_asked"], info["took_part"], info["_refused_bytes"], strict=True)
+    ):
+        at = row if together else row + i
+        entry = lambda who, sent, at=at: Entry(phase, at, 1, np.asarray(who), sent, together=True)
+        found += [entry(np.repeat(np.arange(len(asked)), asked), Sent(down=sent.down))]
+        found += [entry(np.flatnonzero(heard), Sent(up=sent.up))]
+        for j in np.flatnonzero(refused).tolist():
+            found += [entry([j], Sent(up=(Field("refused", (), int(refused[j])),)))]
+    return found
 
 
 def _with(rows: dict[str, np.ndarray], at: int, sent: Traffic) -> dict[str, np.ndarray]:

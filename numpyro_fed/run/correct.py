@@ -119,7 +119,7 @@ def _appended(history: dict[str, np.ndarray], row: dict[str, Any]) -> dict[str, 
         return {name: np.asarray(value)[None] for name, value in row.items()}
 
     def last(name: str, rows: np.ndarray) -> np.ndarray:
-        nothing = np.nan if np.issubdtype(rows.dtype, np.floating) else 0
+        nothing = {"f": np.nan, "U": ""}.get(rows.dtype.kind, 0)
         return np.full((1, *rows.shape[1:]), row.get(name, nothing)).astype(rows.dtype)
 
     return {name: np.concatenate([rows, last(name, rows)]) for name, rows in history.items()}

@@ -53,10 +53,16 @@ def finished(
         again=again,
         hints=left.hints,
     )
-    if warn and fit.verdict.warns:
-        told = f"{runner.label}: the verdict is {fit.verdict.status!r}. {' '.join(fit.verdict.reasons)}"
-        warn_user(f"{told} (All of it: fit.verdict)", VerdictWarning)
+    if warn:
+        warn_of_verdict(runner.label, fit)
     return fit
+
+
+def warn_of_verdict(method: str, fit: Fit) -> None:
+    """A fit that is to be doubted says so once."""
+    if fit.verdict.warns:
+        told = f"{method}: the verdict is {fit.verdict.status!r}. {' '.join(fit.verdict.reasons)}"
+        warn_user(f"{told} (All of it: fit.verdict)", VerdictWarning)
 
 
 def warn_of(method: Any, what: str) -> None:

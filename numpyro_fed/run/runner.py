@@ -17,6 +17,7 @@ from numpyro_fed.checks import warn_user
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import ahead, wire
 from numpyro_fed.engines.base import Engine, Sent, sent
+from numpyro_fed.engines.hearing import Gone, inner, within
 from numpyro_fed.engines.stale import current, held, stale
 from numpyro_fed.host import folded
 from numpyro_fed.keys import SERVER, digest
@@ -93,7 +94,10 @@ class Runner:
                 left, states = self._rounds(phase, left._replace(moving=False, reasons=()), states, local)
                 local, ran = None, True
             elif phase.role == "check":
-                left = self._check(phase, left, states or ())
+                try:
+                    left = self._check(phase, left, states or ())
+                except Gone as gone:
+                    warn_user(f"{gone}. A closing round was left out{phase.lacks}")
         return left, states or ()
 
     def _begin(
@@ -148,6 +152,9 @@ class Runner:
             key = folded(folded(self.key, self.round), SERVER)
             server = held(phase.algorithm, server, key, len(names))
             phase = phase._replace(algorithm=stale(phase.algorithm, len(names)))
+        listening = getattr(self._engine(phase), "listening", None)
+        if listening is not None:
+            server = listening(phase.algorithm, server, states, self.stack)
         ended = self._loop(phase, self.key, server, states, self.round, self.cohorts)
         server = current(ended.server)
         if ended.interrupted or not ended.done:
@@ -190,6 +197,7 @@ class Runner:
     ) -> "Ended":
         """Rounds of a phase, chunk by chunk: between two chunks the host looks."""
         sent, look, effort = self._sent(phase, server, states), phase.look or phase.num_rounds, self.effort(phase)
+        engine = self._engine(phase)
         at = self.checkpoint.entered(phase, server, states, self.books) or Loop(server, states, {}, round=self.round)
         rows, recent, interrupted, total = [at.info] * bool(at.done), [], False, phase.num_rounds
         if at.since < at.done:
@@ -200,11 +208,14 @@ class Runner:
         with tqdm(total=total, initial=at.done, desc=title, disable=hidden, leave=kept, unit="round") as bar:
             try:
                 while not at.finished:
-                    end = at.since + min(self.engine.chunk, look - at.since % look, total - at.since)
+                    end = at.since + min(engine.chunk, look - at.since % look, total - at.since)
                     count = self.checkpoint.until(at.done, end) - at.done
                     cohorts = cohorts_of(first + at.done, count)
                     chunk = (phase.algorithm, key, self.stack, at.server, at.states, first + at.done, cohorts)
-                    after = self.engine.rounds(*chunk, count, effort)
+                    try:
+                        after = engine.rounds(*chunk, count, effort)
+                    except Gone as gone:
+                        raise self._told(gone, phase, cohorts, sent) from None
                     bad = _first_bad(after, count) if phase.role == "rounds" and phase.watched else None
                     if bad is not None and phase.shorter is not None and at.shortened < SHORTER:
                         server, states = self._shorter(phase, at.server, at.states)
@@ -239,6 +250,19 @@ class Runner:
                     bar.write(f"stopped after {at.done} of {total} rounds; this is the fit so far")
         return Ended(at.server, at.states, _together(rows), at.done, interrupted, at.shortened)
 
+    def _engine(self, phase: Phase) -> Any:
+        """What runs the phase's rounds: an engine may do so in its own way."""
+        during = getattr(self.engine, "during", None)
+        return self.engine if during is None else during(phase)
+
+    def _told(self, gone: Gone, phase: Phase, cohorts: Any, sent: Sent) -> Gone:
+        """A silo that is lost, the rounds before in the books."""
+        if gone.done:
+            self._record(phase, gone.info, gone.done, None if cohorts is None else cohorts[: gone.done], sent)
+        self.round += gone.done if phase.role == "rounds" else 0
+        gone.role, gone.round, gone.server = phase.role, self.round, current(gone.server)
+        return gone
+
     def _non_finite(self, phase: Phase, chunk: tuple, bad: int, effort: str, sent: Sent) -> NonFinite:
         """The end of a run whose values are not finite, with the last states that are."""
         key, cohorts = chunk[1], chunk[6]
@@ -252,7 +276,7 @@ class Runner:
     def _record(self, phase: Phase, info: dict, count: int, cohorts: Any, sent: Sent) -> None:
         num = len(self.stack.names)
         if phase.role == "check":
-            self.books.looked(phase.name, count, cohorts, num, sent)
+            self.books.looked(phase.name, info, count, cohorts, num, sent)
         else:
             self.books.rounds(phase.name, phase.role == "start", info, count, cohorts, num, sent)
 
@@ -268,7 +292,7 @@ class Runner:
         assert shorter is not None
         if self.engine.holds_states:
             states = self.engine.in_silos(lambda given, state: shorter(state), (), self.stack, states)
-        return shorter(server), states
+        return within(shorter, server), states
 
     @property
     def _cohort_key(self) -> Any:
@@ -284,7 +308,7 @@ class Runner:
 
     def _sent(self, phase: Phase, server: PyTree, states: tuple) -> Sent:
         """By one silo in one round, and to it, from shapes alone."""
-        data = self.stack.shapes(0)
+        data, server = self.stack.shapes(0), inner(server)
         if self.engine.holds_states:
             silo = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), states[0])
         else:

@@ -1,0 +1,222 @@
+"""The plain engine where replies go wrong: the server's side of a network that cannot be relied on."""
+
+import zlib
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
+from numpyro_fed.data.silos import at_silo
+from numpyro_fed.data.stack import Stack
+from numpyro_fed.engines import wire
+from numpyro_fed.engines.base import sent_to
+from numpyro_fed.engines.faults import Faults
+from numpyro_fed.engines.hearing import Gone, Hearing, inner
+from numpyro_fed.engines.inbox import Reply, not_finite, opened
+from numpyro_fed.engines.steps import broadcast_of, from_bytes, silo_step
+from numpyro_fed.keys import SERVER, fold_in_name, identity
+from numpyro_fed.precision import engine_in_x64, stacked
+
+
+@dataclass
+class Log:
+    """Of one round: who was asked how often, who was heard, and what was refused."""
+
+    names: Any
+    up: int = 0
+    down: int = 0
+    asked: dict[str, int] = field(default_factory=dict)  # times
+    heard: set[str] = field(default_factory=set)
+    refused: list[tuple[str, str, int]] = field(default_factory=list)  # whose, why, bytes
+
+    def why(self, silo: str) -> str:
+        """The last reason against a silo's replies."""
+        return next((why for name, why, _ in reversed(self.refused) if name == silo), "it did not reply")
+
+    def told(self) -> dict[str, Any]:
+        """As columns of the history; what begins with _ is for the books alone."""
+        lost = {name: self.why(name) for name in self.asked if name not in self.heard}
+        for name, why, _ in self.refused:
+            lost.setdefault(name, why)
+        return {
+            "bytes_up": self.up,
+            "bytes_down": self.down,
+            "took_part": np.array([name in self.heard for name in self.names]),
+            "refused": np.array([lost.get(name, "") for name in self.names], dtype=str),
+            "_asked": np.array([self.asked.get(name, 0) for name in self.names]),
+            "_refused_bytes": np.array([sum(n for who, _, n in self.refused if who == name) for name in self.names]),
+        }
+
+
+@dataclass(frozen=True)
+class Lossy:
+    """The rounds of one phase in which faults happen; :class:`~numpyro_fed.engines.Loopback` is all the rest.
+
+    The method's own rounds go on without a message that cannot be used. Before the first of them and after the last
+    everyone is needed, and so is everyone's first message where contributions are held: there the server asks again.
+    """
+
+    faults: Faults
+    role: str
+    watched: bool
+    chunk: ClassVar[int] = 16
+
+    @engine_in_x64
+    def listening(self, algorithm: FederatedAlgorithm, server: Any, silos: tuple, stack: Stack) -> Hearing:
+        """The server's state with nobody heard yet, and room for what is held."""
+        num, key = len(stack.names), jax.random.key(0)
+        silo = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), silos[0])
+
+        def one_round(server: Any, silo: Any, data: Any) -> tuple[Any, Any]:
+            received = sent_to(algorithm.broadcast(key, server), 0)
+            message = jax.tree.map(lambda leaf: leaf[None], algorithm.silo_step(key, received, silo, data)[0])
+            held = _absorbed(algorithm, key, server, message) if algorithm.lost.hold else ()
+            together = held if algorithm.lost.hold else message
+            return held, _stepped(algorithm, key, server, together, jnp.zeros(1, jnp.int32), num)[1]
+
+        held, info = jax.eval_shape(one_round, server, silo, stack.shapes(0))
+        last = jax.tree.map(lambda leaf: jnp.zeros((num, *leaf.shape[1:]), leaf.dtype), held)
+        row = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), info)
+        return Hearing(server, np.zeros(num, bool), np.zeros(num, np.int32), last, row)
+
+    @engine_in_x64
+    def rounds(
+        self,
+        algorithm: FederatedAlgorithm,
+        key: Any,
+        stack: Stack,
+        server: Any,
+        silos: tuple,
+        first: int,
+        cohorts: Any,
+        count: int,
+        effort: str = "most",
+    ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
+        rows: list[dict[str, Any]] = []
+        for i in range(count):
+            round_key = jax.random.fold_in(key, first + i)
+            server_key = jax.random.fold_in(round_key, SERVER)
+            broadcast = broadcast_of(algorithm, server_key, inner(server))
+            cohort = np.arange(len(stack.names)) if cohorts is None else np.asarray(cohorts[i])
+            log, moved, messages = Log(stack.names), silos, {}
+            for j in cohort.tolist():
+                message, moved = self._asked(algorithm, round_key, stack, broadcast, moved, j, first + i, server, log)
+                if message is not None:
+                    messages[j] = message
+                elif self._gives_up(algorithm, server, j):
+                    name = stack.names[j]
+                    raise Gone(name, log.why(name), inner(server), silos, _together(rows), len(rows))
+            silos = moved
+            server, info = self._moved(algorithm, server_key, server, messages, cohort, cohorts is None, log)
+            rows.append({**info, **log.told()})
+        return server, silos, _together(rows)
+
+    # --- in the silo, and on the way --------------------------------------------------------------------------------
+
+    def _asked(
+        self,
+        algorithm: FederatedAlgorithm,
+        round_key: Any,
+        stack: Stack,
+        broadcast: Any,
+        silos: tuple,
+        j: int,
+        at: int,
+        server: Any,
+        log: Log,
+    ) -> tuple[Any, tuple]:
+        """A silo's message, or None; and all states, its own moved on."""
+        name, patience = stack.names[j], self.faults.patience
+        b, place = stack.place(name)
+        sent = wire.encode(sent_to(broadcast, j))
+        for attempt in range(patience if self._waits(algorithm, server, j) else 1):
+            state = jax.tree.map(lambda leaf: leaf[place], silos[b])
+            with at_silo(name):
+                received = from_bytes(sent, sent_to(broadcast, j))
+                key = fold_in_name(round_key, identity(name))
+                message, new = silo_step(algorithm, key, received, state, stack.data(name))
+            log.down, log.asked[name] = log.down + len(sent), log.asked.get(name, 0) + 1
+            reply = Reply(name, at, zlib.crc32(sent), wire.encode(message))
+            host = jax.tree.map(np.asarray, message)
+            arrived = self.faults.delivered(reply, host, self.role, at, attempt)
+            found, refused = opened(arrived, name, at, zlib.crc32(sent), message, self.watched)
+            log.up += sum(len(one.data) for one in arrived)
+            log.refused += [(name, one.why, one.bytes) for one in refused]
+            if found is None:
+                continue
+            log.heard.add(name)
+            if not not_finite(new):  # else it begins again where it was
+                moved = jax.tree.map(lambda leaf, own: leaf.at[place].set(own), silos[b], new)
+                silos = (*silos[:b], moved, *silos[b + 1 :])
+            return found, silos
+        return None, silos
+
+    def _waits(self, algorithm: FederatedAlgorithm, server: Any, j: int) -> bool:
+        """Whether the round cannot go on without this silo."""
+        if not isinstance(server, Hearing):
+            return True
+        return bool(algorithm.lost.hold and not server.heard[j])
+
+    def _gives_up(self, algorithm: FederatedAlgorithm, server: Any, j: int) -> bool:
+        """Whether a silo that was not heard is lost for good."""
+        return self._waits(algorithm, server, j) or int(server.missed[j]) + 1 >= self.faults.patience
+
+    # --- at the server ------------------------------------------------------------------------------------------------
+
+    def _moved(
+        self,
+        algorithm: FederatedAlgorithm,
+        key: Any,
+        server: Any,
+        messages: dict[int, Any],
+        cohort: np.ndarray,
+        everyone: bool,
+        log: Log,
+    ) -> tuple[Any, dict]:
+        """The server's step on what was heard, and on what is held of the others."""
+        fresh: np.ndarray = np.array(sorted(messages), np.int32)
+        num = len(log.names)
+        together = stacked([messages[j] for j in fresh.tolist()]) if fresh.size else None
+        if not isinstance(server, Hearing):
+            return _server_step(algorithm, key, server, together, fresh, num)
+        heard, missed = np.array(server.heard), np.array(server.missed)
+        missed[cohort] += 1
+        heard[fresh], missed[fresh] = True, 0
+        server = server._replace(heard=heard, missed=missed)
+        if together is None:  # nothing moves
+            return server, dict(server.info)
+        if algorithm.lost.hold:
+            server = server._replace(last=_kept(algorithm, key, server.server, together, server.last, fresh))
+            fresh = np.flatnonzero(heard) if everyone else cohort[heard[cohort]]
+            together = jax.tree.map(lambda leaf: leaf[fresh], server.last)
+        found, info = _server_step(algorithm, key, server.server, together, np.asarray(fresh, np.int32), num)
+        info = jax.tree.map(np.asarray, info)
+        return server._replace(server=found, info=info), info
+
+
+def _absorbed(algorithm: FederatedAlgorithm, key: Any, server: Any, messages: Any) -> Any:
+    """What is held of each message."""
+    absorb = algorithm.lost.absorb
+    return messages if absorb is None else jax.vmap(lambda message: absorb(key, server, message))(messages)
+
+
+def _stepped(algorithm: FederatedAlgorithm, key: Any, server: Any, together: Any, index: Any, num: int) -> Any:
+    step = algorithm.lost.server_step if algorithm.lost.hold else None
+    return (step or algorithm.server_step)(key, server, algorithm.aggregate(together, Cohort(index, num)))
+
+
+@partial(jax.jit, static_argnums=0)
+def _kept(algorithm: FederatedAlgorithm, key: Any, server: Any, messages: Any, last: Any, index: Any) -> Any:
+    new = _absorbed(algorithm, key, server, messages)
+    return jax.tree.map(lambda old, rows: old.at[index].set(rows), last, new)
+
+
+_server_step = partial(jax.jit, static_argnums=(0, 5))(_stepped)
+
+
+def _together(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {}

@@ -1,0 +1,94 @@
+"""A silo that is lost for good leaves with its term: the run goes on with the others, and the fit says so."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from numpyro_fed.algorithm import Posterior
+from numpyro_fed.checks import VerdictWarning
+from numpyro_fed.engines.hearing import Gone
+from numpyro_fed.results.fit import Fit
+from numpyro_fed.results.state import State
+
+
+class SiloLostError(RuntimeError):
+    """A silo was lost, and nothing is left to go on with. ``fit`` is the last good state, or None."""
+
+    fit: Any = None
+
+
+def go_on(gone: Gone, before: Fit | None, names: tuple[str, ...], run: Callable[[tuple[str, ...], Any], Fit]) -> Fit:
+    """The fit of the silos that are left.
+
+    Args:
+        before: the rounds so far; None: there were none.
+        names: of all silos.
+        run: (names, state to go on from or None) -> Fit
+    """
+    rest = tuple(name for name in names if name != gone.silo)
+    if not rest:
+        error = SiloLostError(f"{gone}, and it was the only one. The error's .fit is the last good state")
+        error.fit = before
+        raise error from None
+    state = None if before is None else _without(before.posterior, before.state, rest)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VerdictWarning)  # said of the whole
+        after = run(rest, state)
+    reason = (
+        f"silo {gone.silo!r} was lost {f'at round {gone.round}' if before else 'before the first round'} ({gone.why}) "
+        f"and left with its term: this is the posterior of the {len(rest)} other silo{'s' * (len(rest) > 1)}. Once it "
+        "is back, run again with all of them, run(..., init_state=fit)"
+    )
+    after = replace(after, reasons=(*after.reasons, reason))
+    return after if before is None else _joined(before, after, gone.silo)
+
+
+def _without(posterior: Posterior, state: State, rest: tuple[str, ...]) -> State:
+    """The state in which a silo never was."""
+    order = [state.names.index(name) for name in rest]
+    server = posterior.reordered(state.server, order) if hasattr(posterior, "reordered") else state.server
+    buckets, silos = [], []
+    for names, stacked in zip(state.buckets, state.silos, strict=True):
+        kept = np.array([i for i, name in enumerate(names) if name in rest], int)
+        if kept.size:
+            buckets.append(tuple(names[i] for i in kept))
+            with jax.enable_x64(True):
+                silos.append(jax.tree.map(lambda leaf, kept=kept: leaf[kept], stacked))
+    return State(state.method, rest, tuple(buckets), server, tuple(silos), state.round)
+
+
+def _joined(before: Fit, after: Fit, silo: str) -> Fit:
+    """One fit of both halves: rows of the history, what was sent, what it cost."""
+    names, at = before.state.names, before.state.names.index(silo)
+    everyone = (*after.state.names, *after.left, silo)
+    places = np.array([everyone.index(name) for name in names])
+    num = before.num_rounds
+
+    def column(name: str) -> np.ndarray:
+        rows = [half.history.get(name) for half in (before, after)]
+        like = next(one for one in rows if one is not None)
+        old, new = (
+            np.full((half.num_rounds, *like.shape[1:]), _nothing(like)) if one is None else one
+            for one, half in zip(rows, (before, after), strict=True)
+        )
+        if old.ndim > 1 and (old.shape[1], new.shape[1]) == (len(names), len(names) - 1):  # a number for each silo
+            new = np.insert(new, at, _nothing(new), axis=1)
+        return np.concatenate([old, new])
+
+    moved = (entry._replace(who=places if entry.who is None else places[entry.who]) for entry in before.sent)
+    return replace(
+        after,
+        history={name: column(name) for name in dict.fromkeys((*before.history, *after.history))},
+        seconds=before.seconds + after.seconds,
+        records=(*before.records, *after.records),
+        sent=(*moved, *(entry.moved(num) for entry in after.sent)),
+        left=(*after.left, silo),
+    )
+
+
+def _nothing(like: np.ndarray) -> Any:
+    return {"f": np.nan, "U": "", "b": False}.get(like.dtype.kind, 0)
