@@ -31,11 +31,17 @@ class Log:
     down: int = 0
     asked: dict[str, int] = field(default_factory=dict)  # times
     heard: set[str] = field(default_factory=set)
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes of their messages
     refused: list[tuple[str, str, int]] = field(default_factory=list)  # whose, why, bytes
 
     def why(self, silo: str) -> str:
         """The last reason against a silo's replies."""
         return next((why for name, why, _ in reversed(self.refused) if name == silo), "it did not reply")
+
+    def refuse(self, silo: str, why: str) -> None:
+        """A message that had been let in."""
+        self.heard.discard(silo)
+        self.refused.append((silo, why, self.sizes[silo]))
 
     def told(self) -> dict[str, Any]:
         """As columns of the history; what begins with _ is for the books alone."""
@@ -107,12 +113,15 @@ class Lossy:
                 message, moved = self._asked(algorithm, round_key, stack, broadcast, moved, j, first + i, server, log)
                 if message is not None:
                     messages[j] = message
-                elif self._gives_up(algorithm, server, j):
+                elif self._waits(algorithm, server, j):
                     name = stack.names[j]
                     raise Gone(name, log.why(name), inner(server), silos, _together(rows), len(rows))
             silos = moved
             server, info = self._moved(algorithm, server_key, server, messages, cohort, cohorts is None, log)
             rows.append({**info, **log.told()})
+            if isinstance(server, Hearing) and np.any(server.missed >= self.faults.patience):
+                name = stack.names[int(np.argmax(server.missed))]
+                raise Gone(name, log.why(name), inner(server), silos, _together(rows), len(rows))
         return server, silos, _together(rows)
 
     # --- in the silo, and on the way --------------------------------------------------------------------------------
@@ -149,6 +158,7 @@ class Lossy:
             if found is None:
                 continue
             log.heard.add(name)
+            log.sizes[name] = len(reply.data)
             if not not_finite(new):  # else it begins again where it was
                 moved = jax.tree.map(lambda leaf, own: leaf.at[place].set(own), silos[b], new)
                 silos = (*silos[:b], moved, *silos[b + 1 :])
@@ -160,10 +170,6 @@ class Lossy:
         if not isinstance(server, Hearing):
             return True
         return bool(algorithm.lost.hold and not server.heard[j])
-
-    def _gives_up(self, algorithm: FederatedAlgorithm, server: Any, j: int) -> bool:
-        """Whether a silo that was not heard is lost for good."""
-        return self._waits(algorithm, server, j) or int(server.missed[j]) + 1 >= self.faults.patience
 
     # --- at the server ------------------------------------------------------------------------------------------------
 
@@ -178,24 +184,46 @@ class Lossy:
         log: Log,
     ) -> tuple[Any, dict]:
         """The server's step on what was heard, and on what is held of the others."""
-        fresh: np.ndarray = np.array(sorted(messages), np.int32)
         num = len(log.names)
-        together = stacked([messages[j] for j in fresh.tolist()]) if fresh.size else None
+        step = lambda server, used: _step(algorithm, key, server, used, cohort, everyone, num)
         if not isinstance(server, Hearing):
-            return _server_step(algorithm, key, server, together, fresh, num)
-        heard, missed = np.array(server.heard), np.array(server.missed)
-        missed[cohort] += 1
-        heard[fresh], missed[fresh] = True, 0
-        server = server._replace(heard=heard, missed=missed)
-        if together is None:  # nothing moves
-            return server, dict(server.info)
-        if algorithm.lost.hold:
-            server = server._replace(last=_kept(algorithm, key, server.server, together, server.last, fresh))
-            fresh = np.flatnonzero(heard) if everyone else cohort[heard[cohort]]
-            together = jax.tree.map(lambda leaf: leaf[fresh], server.last)
-        found, info = _server_step(algorithm, key, server.server, together, np.asarray(fresh, np.int32), num)
-        info = jax.tree.map(np.asarray, info)
-        return server._replace(server=found, info=info), info
+            return step(server, messages)
+        found, info = step(server, messages)
+        if self.watched and not_finite(found.server):  # what is finite can still be too much
+            good = lambda j: not not_finite(step(server, {i: m for i, m in messages.items() if i != j})[0].server)
+            bad = [j for j in messages if good(j)] or list(messages)
+            for j in bad:
+                log.refuse(log.names[j], "the server's state would not be finite with it")
+            found, info = step(server, {i: m for i, m in messages.items() if i not in bad})
+        return found, info
+
+
+def _step(
+    algorithm: FederatedAlgorithm,
+    key: Any,
+    server: Any,
+    messages: dict[int, Any],
+    cohort: np.ndarray,
+    everyone: bool,
+    num: int,
+) -> tuple[Any, dict]:
+    fresh: np.ndarray = np.array(sorted(messages), np.int32)
+    together = stacked([messages[j] for j in fresh.tolist()]) if fresh.size else None
+    if not isinstance(server, Hearing):
+        return _server_step(algorithm, key, server, together, fresh, num)
+    heard, missed = np.array(server.heard), np.array(server.missed)
+    missed[cohort] += 1
+    heard[fresh], missed[fresh] = True, 0
+    server = server._replace(heard=heard, missed=missed)
+    if together is None:  # nothing moves
+        return server, dict(server.info)
+    if algorithm.lost.hold:
+        server = server._replace(last=_kept(algorithm, key, server.server, together, server.last, fresh))
+        fresh = np.flatnonzero(heard) if everyone else cohort[heard[cohort]]
+        together = jax.tree.map(lambda leaf: leaf[fresh], server.last)
+    found, info = _server_step(algorithm, key, server.server, together, np.asarray(fresh, np.int32), num)
+    info = jax.tree.map(np.asarray, info)
+    return server._replace(server=found, info=info), info
 
 
 def _absorbed(algorithm: FederatedAlgorithm, key: Any, server: Any, messages: Any) -> Any:

@@ -28,6 +28,9 @@ class EP(Factorised):
         tolerance: the run stops when in a sweep over all silos no mean moves by this many sds (nor the root of the
             symmetrised KL by as much), after 50 sweeps at most; 0 never does. With solvers that draw, when the Monte
             Carlo error that they leave in the posterior is below five times this and nothing moves beyond that.
+        max_move: from the second sweep on a silo moves no mean of the posterior by more than so many sds of its cavity
+            in a round (``history["held_back"]``); by default there is no limit, for the only silo with a treatment
+            arm must move a lot.
         local, shared: names of sites or plates, where the automatic partition is to be overridden.
 
     Example:

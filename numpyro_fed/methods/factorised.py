@@ -72,6 +72,7 @@ class Factorised(Method):
     solver: Any = None
     server_optim: Any = None
     tolerance: float = 0.01
+    max_move: float | None = None
     local: Any = None
     shared: Any = None
 
@@ -91,6 +92,13 @@ class Factorised(Method):
             raise ValueError(f"tolerance must be a number of at least 0, got {self.tolerance!r}")
         if self.server_optim is not None:
             check_optim(self.server_optim, "server_optim")
+        if self.max_move is not None and not (is_number(self.max_move) and self.max_move > 0):
+            raise ValueError(f"max_move must be a positive number of sds, or None, got {self.max_move!r}")
+        if self.max_move is not None and self.tied:
+            raise ValueError(
+                f"nf.{type(self).__name__} has one site for all silos, so none has a cavity to measure its move by: "
+                "leave max_move= out, or use nf.EP"
+            )
 
     # --- what the subclasses say ------------------------------------------------------------------------------------
 
@@ -154,7 +162,7 @@ class Factorised(Method):
             )
         batching = None if size is None else minibatch.plan(split, survey, "whole", size)
         prior = normal_prior(split, family)
-        kept = self.tied, batching, self.server_optim
+        kept = self.tied, batching, self.server_optim, self.max_move
         rounds, settled = (
             site_rounds(split, family, solver, marginal, prior, survey, *kept, started=started)
             for started in (False, True)
@@ -280,6 +288,16 @@ class Factorised(Method):
                 "solver",
                 moving=True,
             )
+        if self.max_move is not None:
+            held = np.any(np.asarray(info["held_back"])[-plan.sweep :], axis=0)
+            if np.any(held):
+                names = ", ".join(repr(plan.names[j]) for j in np.flatnonzero(held)[:5].tolist())
+                left = _doubted(
+                    left,
+                    f"silo {names} would still have moved the posterior by more than max_move={self.max_move:g} sds of "
+                    "its cavity in the last sweep, and was held back: compare it with the others, fit.conflict(), and "
+                    "look at its data; where it is right, raise max_move",
+                )
         moves, allowed = float(info["moving"][-1]), self._allowed(solver, plan)
         if moves >= allowed > 0:
             averaged = allowed > self.tolerance

@@ -87,6 +87,7 @@ def site_rounds(
     tied: bool = False,
     batching: Batching | None = None,
     optim: Any = None,
+    max_move: float | None = None,
     started: bool = False,
 ) -> FederatedAlgorithm:
     """The method as pure functions; see :mod:`numpyro_fed.algorithm`.
@@ -94,6 +95,7 @@ def site_rounds(
     Args:
         tied: one site for all, of which a silo owns the share n_j / N; else a site each.
         optim: the server's optimiser over natural parameters, or None.
+        max_move: sds of its cavity by which a silo may move a mean, once it has been heard; None: any.
         started: rounds begin where q says something already, and silos look for no modes.
     """
     d, num = split.dim, survey.num_silos
@@ -181,6 +183,14 @@ def site_rounds(
         old = sites.posterior(server.sites, tied)
         changes = jax.vmap(family.unpack)(messages.change)
         values, ok = server.values.at[index].set(messages.value), messages.ok
+        held_back = {}
+        if max_move is not None:
+            own = jax.tree.map(lambda leaf: leaf[index], server.sites.each)
+            within = lambda site, change: trust.share_within(family, old, site, change, max_move)
+            with jax.enable_x64(True):
+                share = jnp.where(ok & (server.visits[index] > 0), jax.vmap(within)(own, changes), 1.0)
+                held_back = {"held_back": jnp.zeros(num, bool).at[index].set(share < 1)}
+            changes = sites.scaled(changes, share)
         solver_state, own_change = server.solver_state, family.flat(d)
         own_ok = jnp.ones((), bool)
         if not prior.exact:
@@ -232,6 +242,7 @@ def site_rounds(
             "moving": far_off,
             "ess": jnp.min(messages.ess),
             "skipped": jnp.sum(~heard),
+            **held_back,
         }
         with jax.enable_x64(True):
             shorter = jnp.maximum(SHORTER * server.step, LEAST_STEP)

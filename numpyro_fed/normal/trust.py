@@ -85,6 +85,27 @@ def steps_within(
     return jax.lax.cond(fine(after(steps)), everything, less, None)
 
 
+def share_within(family: Family, q: Natural, site: Natural, change: Natural, most: float) -> Float[Array, ""]:
+    """How much of a silo's change moves no mean of q by more than ``most`` sds of its cavity: 1, or a power of 1/2.
+
+    A silo whose cavity is flat in some direction is the only one that knows of it, and may move there as it likes.
+    """
+    cavity = jax.tree.map(lambda a, b: a - b, q, site)
+    proper, sds, mean = family.proper(cavity), family.sds(cavity), family.mean(q)
+    with jax.enable_x64(True):
+        shares = 0.5 ** jnp.arange(4 * HALVINGS + 1, dtype=jnp.float64)
+
+    def fine(share: Array) -> Array:
+        with jax.enable_x64(True):
+            new = jax.tree.map(lambda a, b: a + share * b, q, change)
+            far = jnp.max(jnp.abs(family.mean(new) - mean) / sds)
+            return family.proper(new) & (far <= most)
+
+    found = jax.vmap(fine)(shares)
+    with jax.enable_x64(True):
+        return jnp.where(~proper, 1.0, jnp.where(jnp.any(found), shares[jnp.argmax(found)], 0.0))
+
+
 def optimised(
     family: Family, optim: Any, opt_state: Any, step: Array, q: Natural, changes: Natural, ok: Array, refined: bool
 ) -> tuple[Natural, Any, Array]:

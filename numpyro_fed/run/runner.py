@@ -97,6 +97,8 @@ class Runner:
                 try:
                     left = self._check(phase, left, states or ())
                 except Gone as gone:
+                    if not ran:  # nobody but the caller knows what the look was for
+                        raise
                     warn_user(f"{gone}. A closing round was left out{phase.lacks}")
         return left, states or ()
 
