@@ -9,6 +9,7 @@ from numpyro_fed.data.split import split
 from numpyro_fed.data.store import SiloStore
 from numpyro_fed.judge.compare import Comparison, compare
 from numpyro_fed.judge.evaluate import evaluate
+from numpyro_fed.judge.messages import partition
 from numpyro_fed.judge.nuts import Reference, nuts
 from numpyro_fed.methods import (
     EP,
@@ -26,7 +27,6 @@ from numpyro_fed.methods import (
     SFVIAvg,
     VerdictWarning,
 )
-from numpyro_fed.model.partition import partition
 from numpyro_fed.model.partition_table import Partition
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.normal.gaussian import Normal

@@ -16,11 +16,11 @@ import numpy as np
 from numpyro_fed.algorithm import Cohort, FederatedAlgorithm, Phase
 from numpyro_fed.data.silos import at_silo
 from numpyro_fed.data.stack import Stack
-from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import sent_to
 from numpyro_fed.engines.faults import Faults
 from numpyro_fed.engines.lossy import Lossy
 from numpyro_fed.engines.steps import broadcast_of, from_bytes, silo_step
+from numpyro_fed.engines.wire import encode
 from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 from numpyro_fed.precision import engine_in_x64, stacked
 
@@ -124,7 +124,7 @@ class Loopback:
 
 
 def _through_wire(tree: Any) -> tuple[Any, int]:
-    encoded = wire.encode(tree)
+    encoded = encode(tree)
     return from_bytes(encoded, tree), len(encoded)
 
 

@@ -40,7 +40,7 @@ from numpyro_fed.run.finish import finished, warn_of, warn_of_verdict
 from numpyro_fed.run.foresee import foresee
 from numpyro_fed.run.identity import identity
 from numpyro_fed.run.lost import go_on
-from numpyro_fed.run.prepare import Prepared, prepare
+from numpyro_fed.run.prepare import Prepared, prepare, refuse_small
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import Schedule, as_schedule
 
@@ -96,6 +96,7 @@ class Method:
         init_state: Any = None,
         progress_bar: bool = True,
         check: bool = True,
+        min_rows: int | None = None,
         checkpoint: str | Path | None = None,
         checkpoint_every: int | None = None,
     ) -> Fit:
@@ -115,6 +116,9 @@ class Method:
             check: ask the silos at the end for their densities at 256 points (up to 2,048, where these do not tell)
                 around the posterior, how good their locals are, and whether there are other modes, for
                 ``fit.verdict``. These numbers say more of a silo's data than most messages.
+            min_rows: observations that every silo must have, or the run is refused before anything but shapes and
+                counts has left: of a silo with few rows, messages tell the rows (docs/privacy.md). By default any
+                number will do; a trial of one row a silo is legitimate.
             checkpoint: a file that the run is written to on the way. Where it is there, of the same method, settings,
                 key and data, the run goes on from it and ends bit for bit as if it had not been stopped; a file of
                 another run is refused. It holds the silos' states, so it belongs where the data are.
@@ -140,6 +144,8 @@ class Method:
         elif checkpoint_every is not None:
             raise ValueError("checkpoint_every says how often a checkpoint is written: say where, checkpoint='run.nfc'")
         prepared = self.prepare(silos, engine)
+        if min_rows is not None:
+            refuse_small(prepared, check_count("min_rows", min_rows))
         if len(silos.names) < self.fewest:
             warn_of(self, "has one silo, so there is nothing to average: nf.SFVI(model) fits it")
         for site in prepared.survey.around:

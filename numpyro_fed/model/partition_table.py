@@ -1,10 +1,11 @@
 """The sites of a model and where each lives, as a value that prints as a table."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.model.trace import SiteShape
@@ -33,6 +34,20 @@ class Partition:
     static_support: tuple[str, ...] = ()  # observed sites whose support depends on no latent
     named: tuple[str, ...] = ()  # plates and sites named in local=
     notes: tuple[str, ...] = ()  # what might not be meant; shown below the table
+    foretell: Any = field(default=None, compare=False, repr=False)  # (methods) -> what they would send
+
+    def messages(self, *methods: Any) -> pd.DataFrame:
+        """What each method would send in a round, before anything is: method, phase, direction, field, shape, bytes.
+
+        Of one silo and one round of each phase, from shapes alone; nobody is asked for more than shapes. A run's own
+        ledger is :meth:`numpyro_fed.results.fit.Fit.ledger`.
+
+        Args:
+            methods: such as ``nf.EP(model, family="diagonal")``; by default one of each kind, as it comes.
+        """
+        if self.foretell is None:
+            raise ValueError("this partition is of a fit, and has no silos to ask: use nf.partition(model, silos)")
+        return self.foretell(methods or None)
 
     def lengths(self, silo: str) -> dict[str, int]:
         """Of a silo's axes, without padding."""
@@ -94,7 +109,8 @@ class Partition:
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def __str__(self) -> str:
-        return "\n".join([self.table, *(f"note: {note}" for note in self.notes), self._suggestion()])
+        below = [self._suggestion()] + ["what each method would send: part.messages()"] * (self.foretell is not None)
+        return "\n".join([self.table, *(f"note: {note}" for note in self.notes), *below])
 
     __repr__ = __str__
 

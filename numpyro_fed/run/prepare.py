@@ -66,6 +66,18 @@ def prepare(
     return Prepared(split, surveys.combined(split, answers, stack), stack, sent)
 
 
+def refuse_small(prepared: Prepared, least: int) -> None:
+    """Raises where a silo has fewer observations; of a store, where one of its example has."""
+    sizes = dict(zip(prepared.stack.example.names, prepared.survey.sizes, strict=False))
+    small = [name for name, size in sizes.items() if size < least]
+    if small:
+        told = ", ".join(f"{name!r} has {sizes[name]}" for name in small[:5]) + ", ..." * (len(small) > 5)
+        raise ValueError(
+            f"min_rows={least}, and silo {told}: of few observations, messages tell the observations. Leave the silo "
+            "out, silos.only(*names), join it with another, or lower min_rows"
+        )
+
+
 def signature(silos: Silos) -> Any:
     """Shapes, types and ints of every silo's arguments, the digest of shared ones, and the precision."""
     own = tuple(
