@@ -25,6 +25,7 @@ from numpyro_fed.methods import (
     Method,
     NonFiniteError,
     SFVIAvg,
+    SiloLostError,
     VerdictWarning,
 )
 from numpyro_fed.model.partition_table import Partition
@@ -59,6 +60,7 @@ __all__ = [
     "Posterior",
     "Reference",
     "SFVIAvg",
+    "SiloLostError",
     "SiloStore",
     "Silos",
     "VerdictWarning",

@@ -12,6 +12,7 @@ from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
 from numpyro_fed.run.diagnose import NonFiniteError
+from numpyro_fed.run.lost import SiloLostError
 
 __all__ = [
     "EP",
@@ -27,5 +28,6 @@ __all__ = [
     "Method",
     "NonFiniteError",
     "SFVIAvg",
+    "SiloLostError",
     "VerdictWarning",
 ]
