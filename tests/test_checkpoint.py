@@ -211,3 +211,60 @@ def test_killed_three_times(name: str, tmp_path: Path) -> None:
         assert found.files == expected.files
         for array in expected.files:
             np.testing.assert_array_equal(found[array], expected[array])
+
+
+def halfway(path: Path, go: Any, at: int) -> tuple[Any, Any]:
+    """A run, and the same gone on with from its file after so many writes."""
+    files: list[bytes] = []
+    write = checkpoint.replace_file
+
+    def watched(path: Path, *parts: Any) -> None:
+        write(path, *parts)
+        files.append(path.read_bytes())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "replace_file", watched)
+        whole = go(path)
+    path.write_bytes(files[at])
+    return whole, go(path)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_silos_at_their_own_pace(tmp_path: Path) -> None:
+    """What each silo last received is a part of the state."""
+    go = lambda path: run(path, nf.PVI(model, tolerance=0), schedule="asynchronous", checkpoint_every=1)
+    whole, again = halfway(tmp_path / "run", go, at=-4)
+    assert_same(again.state.server, whole.state.server)
+    assert_same(again.history, whole.history)
+
+
+def test_silos_of_a_store(tmp_path: Path) -> None:
+    draws = np.random.default_rng(0)
+    rows = [dict(x=draws.normal(size=4).astype("f"), y=draws.normal(size=4).astype("f")) for _ in range(20)]
+    store = nf.SiloStore.from_function(rows.__getitem__, 20)
+    method = nf.FedAvg(model, optim=optax.sgd(0.01), local_steps=2, start_rounds=0)
+    go = lambda path: run(path, method, store, schedule=nf.schedules.sampled(3), checkpoint_every=1)
+    whole, again = halfway(tmp_path / "run", go, at=2)
+    assert_same(again.state.server, whole.state.server)
+    assert_same(again.history, whole.history)
+
+
+def test_each_silo_alone(tmp_path: Path) -> None:
+    method = nf.Independent(model, optim=optax.adam(0.01), start_rounds=0)
+    whole, again = halfway(tmp_path / "run", lambda path: run(path, method, checkpoint_every=2), at=0)
+    for name in whole:
+        assert_same(again[name].state.server, whole[name].state.server)
+
+
+def test_faults_strike_as_before(tmp_path: Path) -> None:
+    """Who was heard, and what is held of whom, goes on, too."""
+    faults = nf.engines.Faults([nf.engines.Fault("york", "drop", rounds=[2, 3])])
+    engine = nf.engines.Loopback(faults=faults)
+    whole, again = halfway(tmp_path / "run", lambda path: run(path, engine=engine, checkpoint_every=1), at=2)
+    assert_same(again.state.server, whole.state.server)
+    assert again.history["took_part"].tolist() == whole.history["took_part"].tolist()
+    assert whole.history["took_part"][:, 1].tolist() == [True, True, False, False, True, True]
