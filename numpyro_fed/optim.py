@@ -74,8 +74,8 @@ def _changed(opt_state: Any, change: Any) -> Any:
 
 
 BY_ELEMENT = frozenset(
-    "abs add and clamp convert_element_type copy div eq exp expm1 ge gt integer_pow is_finite le log log1p logistic lt max "
-    "min mul ne neg not or pow rsqrt select_n sign sqrt square stop_gradient sub tanh".split()
+    "abs add and clamp convert_element_type copy div eq exp expm1 ge gt integer_pow is_finite le log log1p logistic lt "
+    "max min mul ne neg not or pow rsqrt select_n sign sqrt square stop_gradient sub tanh".split()
 )
 
 
