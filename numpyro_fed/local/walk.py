@@ -120,12 +120,12 @@ class Walk(NamedTuple):
     def go(self, carry: Carry, key: Array, num: int) -> tuple[Carry, Array]:
         """So many steps from (x, state): where they end, and the loss before the first."""
 
-        def one(carry: tuple, key: Array) -> tuple[tuple, Array]:
-            x, state, value = self.step(*carry, key)
+        def one(carry: tuple[Any, Any], key: Array) -> tuple[tuple[Any, Any], Array]:
+            x, state, value = self.step(carry[0], carry[1], key)
             return (x, state), value
 
         x, state = carry
-        begin = (x if self.apart is None else self.apart(x), state)
+        begin: tuple[Any, Any] = (x if self.apart is None else self.apart(x), state)
         (x, state), values = jax.lax.scan(one, begin, jax.random.split(key, num))
         return (x if self.apart is None else jnp.concatenate(x), state), values[0]
 
