@@ -101,7 +101,7 @@ def timed(function):
 
 
 def fastest(runs, repeats, steps=CHUNK):
-    """Milliseconds per step, of runs of so many: the fastest repeat of each, interleaved so that all meet one machine."""
+    """Milliseconds per step of runs of so many: the fastest repeat of each, interleaved: all meet the same machine."""
     times = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
