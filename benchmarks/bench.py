@@ -36,7 +36,7 @@ import numpy as np
 from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_fed as nf
-from benchmarks import against_fedjax, speed
+from benchmarks import against_fedjax, amortised, speed
 from examples.six_cities import model, six_cities_silos
 
 ROOT = Path(__file__).parent.parent
@@ -268,6 +268,16 @@ def rounds(args: argparse.Namespace) -> Lines:
     yield Line(f"a round of SFVI in a run of {many:,}, against {few:,}", each[many], each[few], "ms", 1.0)
 
 
+def prodlda(args: argparse.Namespace) -> Lines:
+    documents, words, topics, hidden = (300, 200, 5, 20) if args.quick else (3000, 2000, 21, 100)
+    counts, steps = amortised.corpus(documents, words), 8 if args.quick else 32
+    sizes = (counts, topics, hidden, steps)
+    made = {"ours": amortised.federated(*sizes), "theirs": amortised.plain(*sizes)}
+    found = speed.fastest({name: run for name, (run, _) in made.items()}, 3 if args.quick else 8, steps)
+    text = "SFVI's step, ProdLDA with an encoder, against plain JAX"
+    yield Line(text, found["ours"], found["theirs"], "ms", 1.25)
+
+
 def fedjax(args: argparse.Namespace) -> Lines:
     if not Path(args.fedjax).is_file():
         print(f"FedJAX was not run: {args.fedjax} is not there. benchmarks/fedjax_peer.py says how to make it")
@@ -290,7 +300,7 @@ def fedjax(args: argparse.Namespace) -> Lines:
 
 GROUPS: dict[str, Callable[[argparse.Namespace], Lines]] = {
     function.__name__: function
-    for function in (step, cold, cache, models, rows, silos, dimension, adult, rounds, fedjax)
+    for function in (step, cold, cache, models, rows, silos, dimension, adult, rounds, prodlda, fedjax)
 }
 QUICK = ("step", "cold", "rows", "dimension", "rounds")
 

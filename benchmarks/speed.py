@@ -100,13 +100,13 @@ def timed(function):
     return time.perf_counter() - began
 
 
-def fastest(runs, repeats):
-    """Milliseconds per step: the fastest repeat of each, repeats interleaved so that all meet the same machine."""
+def fastest(runs, repeats, steps=CHUNK):
+    """Milliseconds per step of runs of so many: the fastest repeat of each, interleaved: all meet the same machine."""
     times = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
             times[name].append(timed(run))
-    return {name: min(values) / CHUNK * 1e3 for name, values in times.items()}
+    return {name: min(values) / steps * 1e3 for name, values in times.items()}
 
 
 def growth(quick, repeats):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import ClosedJaxpr, Literal
 
 PEAK, FLOOR = 2e-2, 2e-4  # in whitened coordinates: sds of the posterior
 LINEAR_PEAK, CLIP = 5e-2, 20.0  # a step of at most one sd
@@ -70,6 +71,38 @@ def _is_horizon(node: Any) -> bool:
 
 def _changed(opt_state: Any, change: Any) -> Any:
     return jax.tree.map(lambda node: change(node) if _is_horizon(node) else node, opt_state, is_leaf=_is_horizon)
+
+
+BY_ELEMENT = frozenset(
+    "abs add and clamp convert_element_type copy div eq exp expm1 ge gt integer_pow is_finite le log log1p logistic lt "
+    "max min mul ne neg not or pow rsqrt select_n sign sqrt square stop_gradient sub tanh".split()
+)
+
+
+def by_element(optim: optax.GradientTransformation) -> bool:
+    """Whether a number's steps depend on its own gradients alone, so that a vector may as well come in pieces.
+
+    >>> by_element(optax.adam(1e-2)), by_element(optax.clip_by_global_norm(1.0)), by_element(optax.lars(0.1))
+    (True, False, False)
+    """
+    like = jax.ShapeDtypeStruct((3,), jnp.zeros(()).dtype)
+    return _all_by_element(jax.make_jaxpr(optim.update)(like, jax.eval_shape(optim.init, like), like))
+
+
+def _all_by_element(program: ClosedJaxpr) -> bool:
+    def one(equation: Any) -> bool:
+        inside = [value for value in equation.params.values() if isinstance(value, ClosedJaxpr)]
+        if inside and equation.primitive.name == "jit":
+            return all(map(_all_by_element, inside))
+        fed = [np.shape(value.val) if isinstance(value, Literal) else () for value in equation.invars]
+        if any(fed):  # known numbers, which belong to places
+            return False
+        shapes = [variable.aval.shape for variable in (*equation.invars, *equation.outvars)]
+        if not any(shapes) or equation.primitive.name in BY_ELEMENT:
+            return True
+        return equation.primitive.name == "broadcast_in_dim" and not equation.invars[0].aval.shape
+
+    return not any(np.shape(value) for value in program.consts) and all(map(one, program.jaxpr.eqns))
 
 
 def check_optim(optim: Any, name: str = "optim") -> optax.GradientTransformation:

@@ -21,7 +21,29 @@ QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel
 # for programs that do little work: a third of that time again, and about five times as long to run
 UNOPTIMISED: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 0}
 ONCE = {"xla_backend_optimization_level": 1}  # programs that run a few times: half the time to compile, as fast to run
+# On a CPU, XLA hands sums and matrix products to a library (YNNPACK). What is summed is then written out first: sums of
+# many short rows take three times as long, those of rows of thousands nine tenths; products of silos' small matrices
+# take a fifth longer. This hands it nothing.
+NO_LIBRARY = {"xla_cpu_experimental_ynn_fusion_type": ""}
 LITTLE = 5e7  # numbers that are looked at, up to which the time to compile is more than the time to run
+
+
+@lru_cache(maxsize=1)
+def _library_is_optional() -> bool:
+    """Whether the compiler takes :data:`NO_LIBRARY`, which is XLA's to take back."""
+    if jax.default_backend() != "cpu":
+        return False
+    try:
+        jax.jit(lambda: np.float32(0), compiler_options=NO_LIBRARY).lower().compile()
+    except (jax.errors.JaxRuntimeError, ValueError):
+        return False
+    return True
+
+
+def for_rounds(effort: str) -> dict[str, Any]:
+    """What the compiler is told of programs that run rounds, by how hard it is to try."""
+    options = {"most": {}, "some": QUICK, "least": UNOPTIMISED}[effort]
+    return options | NO_LIBRARY if _library_is_optional() else options
 
 
 def in_x64(function: Callable) -> Callable:
@@ -104,6 +126,17 @@ def engine_in_x64(run: Callable) -> Callable:
             return run(self, algorithm, *args, **options)
 
     return wrapped
+
+
+def unforeseen(tree: Any, mask: dict[str, Array]) -> Any:
+    """Known numbers, times a one that is not known before the program runs.
+
+    All that follows from known numbers the compiler works out itself, in an interpreter: seconds for a large array.
+    """
+    if not mask:
+        return tree
+    one = jnp.minimum(1 + sum(jnp.sum(real) for real in mask.values()), 1)
+    return jax.tree.map(lambda leaf: leaf * one.astype(leaf.dtype), tree)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -239,6 +239,25 @@ def test_a_step_of_federated_averaging_by_hand(x64):
     np.testing.assert_allclose(fit.state.server.z, expected, rtol=1e-10)
 
 
+def test_weights_that_stay_apart_take_the_steps_of_one_vector(x64):
+    """Globals of two shapes and a param, with momentum and minibatches; a clip that never acts keeps them together."""
+
+    def model(x, y=None):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([D, 2]).to_event(2))
+        c = numpyro.param("c", jnp.zeros(2))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(a + jnp.sum(jnp.tanh(x @ b) + c, axis=1), 1.0), obs=y)
+
+    optims = optax.adam(0.1), optax.chain(optax.clip_by_global_norm(1e9), optax.adam(0.1))
+    settings = dict(local_steps=4, batch_size=5, start_rounds=0)
+    fits = [run(nf.FedAvg(model, optim=optim, **settings), unlike(), 2) for optim in optims]
+    apart, together = (np.concatenate([fit.state.server.z, fit.state.server.theta["c"]]) for fit in fits)
+    # the same operations on the same numbers, up to the order of sums
+    np.testing.assert_allclose(apart, together, rtol=1e-9)
+    assert np.std(apart) > 0.01  # it moved
+
+
 def test_rho_zero_is_federated_averaging_of_averaged_iterates(x64):
     """One sample's worth of steps twice, deterministic: Delta is the distance to the mean of the samples."""
     silos = unlike()

@@ -48,7 +48,7 @@ def lowered(num_silos: int, cohort: int | None) -> str:
     cohorts = None if cohort is None else np.zeros((vmap.CHUNK, cohort), np.int32)
     places = vmap.places_of(stack.names, tuple(bucket.names for bucket in stack.buckets))
     arguments = places, KEY, stack.arrays, stack.shared, server, states, 0, cohorts, 1
-    return vmap._ROUNDS["most"].lower(algorithm, *arguments).as_text()
+    return vmap._rounds("most").lower(algorithm, *arguments).as_text()
 
 
 @pytest.mark.parametrize("cohort", [None, 2])
@@ -65,7 +65,7 @@ def test_other_names_need_no_other_program() -> None:
         stack = stack_of(names)
         server, states = engine.start(algorithm, KEY, stack)
         found[names[0]] = float(engine.rounds(algorithm, KEY, stack, server, states, 0, None, 3)[0])
-        sizes = vmap._start._cache_size(), vmap._ROUNDS["most"]._cache_size()
+        sizes = vmap._start._cache_size(), vmap._rounds("most")._cache_size()
         assert found.setdefault("programs", sizes) == sizes
     assert found["leeds"] != found["ripon"], "names are what random numbers come from"
 

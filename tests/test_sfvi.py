@@ -222,9 +222,9 @@ def test_nothing_compiles_twice():
     method.run(jax.random.key(0), logistic_silos((3, 6)), 600, progress_bar=False)
     from numpyro_fed.engines import vmap
 
-    before = vmap._ROUNDS["most"]._cache_size(), vmap._start._cache_size()
+    before = vmap._rounds("most")._cache_size(), vmap._start._cache_size()
     method.run(jax.random.key(1), logistic_silos((3, 6), seed=1), 700, progress_bar=False)
-    assert (vmap._ROUNDS["most"]._cache_size(), vmap._start._cache_size()) == before
+    assert (vmap._rounds("most")._cache_size(), vmap._start._cache_size()) == before
 
 
 def test_other_indices_of_the_same_shape_are_noticed():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import jax
@@ -21,7 +21,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines.base import sent_to
 from numpyro_fed.keys import SERVER, START, silo_keys
-from numpyro_fed.precision import UNOPTIMISED, engine_in_x64, strong
+from numpyro_fed.precision import engine_in_x64, for_rounds, strong
 
 IN_FLIGHT = 2  # rounds the device has been given: one to work on, one to go on with
 
@@ -79,7 +79,7 @@ class Streamed:
         wanted = [everyone if cohorts is None else np.asarray(cohorts[i], np.int32) for i in range(count)]
         with _gathered(stack, wanted, self.prefetch, self.readers) as arriving:
             for i, arrays in enumerate(arriving):
-                server, info = _ROUND[effort](algorithm, num_silos, key, first + i, arrays, stack.shared, server)
+                server, info = _round(effort)(algorithm, num_silos, key, first + i, arrays, stack.shared, server)
                 rows.append(info)
                 if len(rows) >= IN_FLIGHT:  # else cohorts would queue up in the device's memory
                     jax.block_until_ready(rows[-IN_FLIGHT])
@@ -140,7 +140,7 @@ def _one_round(
     return algorithm.server_step(server_key, server, algorithm.aggregate(messages, Cohort(index, num_silos)))
 
 
-_ROUND = {
-    effort: jax.jit(_one_round, static_argnums=(0, 1), compiler_options=options)
-    for effort, options in (("most", None), ("some", None), ("least", UNOPTIMISED))
-}
+@cache
+def _round(effort: str) -> Any:
+    effort = "least" if effort == "least" else "most"  # a program for all rounds of all cohorts
+    return jax.jit(_one_round, static_argnums=(0, 1), compiler_options=for_rounds(effort))

@@ -5,7 +5,7 @@ Law: equals :class:`~numpyro_fed.engines.Loopback` up to float rounding.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import ahead
 from numpyro_fed.keys import SERVER, START, identities, keys_of, silo_keys, silo_words
-from numpyro_fed.precision import QUICK, UNOPTIMISED, engine_in_x64, strong, zeros
+from numpyro_fed.precision import engine_in_x64, for_rounds, strong, zeros
 
 CHUNK = 512  # rounds between two looks of the host: progress, stopping, interruption
 
@@ -50,7 +50,7 @@ class Vmap:
         server, silos = strong((server, silos))
         arguments = _arguments(stack, key, server, silos, first, cohorts, count)
         ahead.wait(ahead.program(algorithm, effort, arguments))
-        server, silos, info = _ROUNDS[effort](algorithm, *arguments)
+        server, silos, info = _rounds(effort)(algorithm, *arguments)
         return server, silos, {name: np.asarray(rows)[:count] for name, rows in info.items()}
 
     @engine_in_x64
@@ -67,7 +67,7 @@ class Vmap:
         """Begin to compile rounds from such states (shapes are enough), while something else goes on."""
         if ahead.worthwhile():
             arguments = _arguments(stack, key, server, silos, 0, cohorts, 1)
-            lower = lambda: _ROUNDS[effort].trace(algorithm, *arguments).lower()
+            lower = lambda: _rounds(effort).trace(algorithm, *arguments).lower()
             ahead.begin(ahead.program(algorithm, effort, arguments), lower)
 
     def in_silos(self, function: Callable[..., Any], given: Any, stack: Stack, *states: tuple | None) -> tuple:
@@ -287,7 +287,6 @@ def _run_rounds(
     return jax.lax.fori_loop(0, count, body, (server, silos, history, words_at(0)))[:3]
 
 
-_ROUNDS = {
-    effort: jax.jit(_run_rounds, static_argnums=0, compiler_options=options)
-    for effort, options in (("most", None), ("some", QUICK), ("least", UNOPTIMISED))
-}
+@cache
+def _rounds(effort: str) -> Any:
+    return jax.jit(_run_rounds, static_argnums=0, compiler_options=for_rounds(effort))

@@ -12,6 +12,7 @@ from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.walk import Flat, Walk
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.curvature import largest_curvature
+from numpyro_fed.optim import by_element
 
 Array = jax.Array
 STEP, SMALL_STEP = 1.0, 0.2  # over the largest curvature: with all of the silo's rows, with minibatches
@@ -74,6 +75,7 @@ def walk_from(
     steepest_of_all: Array | None,
     noise: bool = False,
     beside: Beside = NOTHING,
+    apart: bool = False,
 ) -> Walk:
     """Steps on the silo's mean loss, from w.
 
@@ -84,18 +86,24 @@ def walk_from(
             silos whose steps differ would meet elsewhere. None for the silo's own.
         noise: of the size that makes the walk's stationary distribution the silo's posterior (Langevin).
         beside: what else is learned, one step of its optimiser with each step of x.
+        apart: the walk takes no samples, so the weights of each site may stay apart, where the given optimiser does not
+            mind: matrices that are cut from one vector, and gradients put together to one, are copied in each step.
     """
     own, batching = task.flat, task.batching
     number = task.count(data)
     share = 1 / total if goal.prior and total is not None else None
+    pieces = own.pieces if apart and goal.optim is not None and by_element(goal.optim) else None
 
-    def loss(x: Array, params: Any, key: Array | None) -> tuple[Array, Array]:
+    def loss(x: Any, params: Any, key: Array | None) -> tuple[Array, Array]:
+        x = x if pieces is None else jnp.concatenate(x)
         if batching is None or key is None:
             value = -task.whole(x, data) / number
         else:
             assert task.part is not None, "minibatches have an estimate"
             value = -task.part(x, data, key) / number
-        rest = 0.5 * goal.proximal * jnp.sum((x - w) ** 2)
+        rest = jnp.zeros(())
+        if goal.proximal:  # a term of zero would be computed all the same
+            rest = rest + 0.5 * goal.proximal * jnp.sum((x - w) ** 2)
         if share is not None:
             rest = rest - share * own.log_prior(x)
         if beside.term is not None:
@@ -120,12 +128,12 @@ def walk_from(
 
     if optim is not None:
 
-        def given(x: Array, state: Learning, key: Array) -> tuple[Array, Learning, Array]:
+        def given(x: Any, state: Learning, key: Array) -> tuple[Any, Learning, Array]:
             (_, value), (gradient, aside) = both(x, state.params, key)
             moves, own_state = optim.update(gradient, state.own, x)
-            return x + moves, learned(state, aside, own_state), value
+            return jax.tree.map(jnp.add, x, moves), learned(state, aside, own_state), value
 
-        return Walk(given, begun(optim.init(w)), steepest)
+        return Walk(given, begun(optim.init(w if pieces is None else pieces(w))), steepest, pieces)
 
     # how much a loss may rise in a step: not at all; by what noise does; or, where it is another each time (of other
     # rows, or with other parameters beside), to many times itself

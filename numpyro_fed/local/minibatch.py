@@ -20,6 +20,7 @@ from numpyro_fed.model.observations import silo_terms
 from numpyro_fed.model.rows import Components
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
+from numpyro_fed.precision import unforeseen
 
 Array = jax.Array
 
@@ -164,6 +165,7 @@ def _same_in_a_batch(
     rows = {
         g.name: jnp.asarray(draws.normal(scale=0.3, size=(g.num_rows(data.mask), g.size)), dtype) for g in split.groups
     }
+    z, rows = unforeseen((z, rows), data.mask)
     drawn = tuple(group.name for group in split.groups if group.axes)
     taken = take(split, batching, jax.random.key(seed), data, found)
     whole = split.evaluate(z, rows, split.theta, data).terms

@@ -46,6 +46,12 @@ class Flat(NamedTuple):
     def joined(self, server: Any) -> Array:
         return jnp.concatenate([server.z, ravel_pytree(server.theta)[0].astype(server.z.dtype)])
 
+    def pieces(self, w: Array) -> tuple[Array, ...]:
+        """The same numbers, those of each site and param in a vector of their own."""
+        sizes = [int(np.prod(shape)) for shape in self.split.global_shapes.values()]
+        sizes += [int(np.size(leaf)) for leaf in jax.tree.leaves(self.split.theta)]
+        return tuple(jax.lax.split(w, sizes))
+
     def log_prior(self, w: Array) -> Array:
         return self.split.log_prior(*self.parts(w))
 
@@ -109,16 +115,19 @@ class Walk(NamedTuple):
     step: StepFn
     state: Any
     curvature: Array  # the largest of the silo's loss at the start, where steps depend on it
+    apart: Callable[[Array], tuple[Array, ...]] | None = None  # steps are on these pieces of x, and take no samples
 
     def go(self, carry: Carry, key: Array, num: int) -> tuple[Carry, Array]:
         """So many steps from (x, state): where they end, and the loss before the first."""
 
-        def one(carry: Carry, key: Array) -> tuple[Carry, Array]:
-            x, state, value = self.step(*carry, key)
+        def one(carry: tuple[Any, Any], key: Array) -> tuple[tuple[Any, Any], Array]:
+            x, state, value = self.step(carry[0], carry[1], key)
             return (x, state), value
 
-        carry, values = jax.lax.scan(one, carry, jax.random.split(key, num))
-        return carry, values[0]
+        x, state = carry
+        begin: tuple[Any, Any] = (x if self.apart is None else self.apart(x), state)
+        (x, state), values = jax.lax.scan(one, begin, jax.random.split(key, num))
+        return (x if self.apart is None else jnp.concatenate(x), state), values[0]
 
     def samples(
         self, x: Array, keys: tuple[Array, Array], num_warmup: int, num_samples: int, thinning: int, pairs: bool

@@ -42,6 +42,7 @@ from numpyro_fed.run.mode import MAX_DIM, MAX_ROUNDS, mode_phases
 Array = jax.Array
 NEAR_ZERO = 0.1  # sd of the location where nobody says where to begin
 FORGET = 0.9  # of the curvatures heard of, in a round
+MANY = 10_000  # weights: from here on rounds take longer than compiling them well
 
 
 class AveragingBroadcast(NamedTuple):
@@ -166,7 +167,7 @@ class Averaging(Method):
             made.rounds,
             begin=lambda left, fresh: self._begin(made.task, rounds, left, fresh),
             num_rounds=rounds,
-            effort="some",
+            effort="most" if made.task.flat.size >= MANY else "some",
             remedy=self.remedy,
         )
         start = mode_phases(split, self.start_rounds) if self._can_start(split, plan) else ()
@@ -225,7 +226,7 @@ class Averaging(Method):
         self, task: Task, key: Array, sent: AveragingBroadcast, data: SiloData, beside: Beside = NOTHING
     ) -> tuple[Array, Array, Array, Any]:
         """A silo's round of federated averaging: delta, the first loss, the curvature, and what it learned beside."""
-        walk = walk_from(task, self._goal(), key, sent.w, data, sent.total, sent.curvature, beside=beside)
+        walk = walk_from(task, self._goal(), key, sent.w, data, sent.total, sent.curvature, beside=beside, apart=True)
         (x, state), loss = walk.go((sent.w, walk.state), key, self._steps(task))
         return sent.w - x, loss, walk.curvature, state.params
 
