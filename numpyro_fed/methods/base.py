@@ -141,6 +141,8 @@ class Method:
             asked = {"num_rounds": num_rounds, "schedule": schedule, "engine": engine, "check": check}
             saved = Checkpoint(checkpoint, checkpoint_every, identity(self, key, silos, asked, init_state))
             began -= saved.seconds
+            if saved.loops and progress_bar:
+                tqdm.write(f"goes on from {checkpoint}", file=sys.stderr)
         elif checkpoint_every is not None:
             raise ValueError("checkpoint_every says how often a checkpoint is written: say where, checkpoint='run.nfc'")
         prepared = self.prepare(silos, engine)

@@ -268,12 +268,12 @@ class Runner:
     def _non_finite(self, phase: Phase, chunk: tuple, bad: int, effort: str, sent: Sent) -> NonFinite:
         """The end of a run whose values are not finite, with the last states that are."""
         key, cohorts = chunk[1], chunk[6]
-        good, (server, states, info) = last_good(self.engine, chunk, bad, effort)
+        good, (server, states, info) = last_good(self._engine(phase), chunk, bad, effort)
         if good:
             self._record(phase, info, good, None if cohorts is None else cohorts[:good], sent)
         self.round += good
         members = None if cohorts is None or good >= len(cohorts) else cohorts[good]
-        return NonFinite(phase, key, server, states, self.round, members)
+        return NonFinite(phase, key, inner(server), states, self.round, members)
 
     def _record(self, phase: Phase, info: dict, count: int, cohorts: Any, sent: Sent) -> None:
         num = len(self.stack.names)
