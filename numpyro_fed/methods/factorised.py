@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithm import Begun, FederatedAlgorithm, Left, Phase, Plan, Program
-from numpyro_fed.checks import is_number
+from numpyro_fed.checks import is_number, silos_named
 from numpyro_fed.host import put
 from numpyro_fed.local import integrate, minibatch
 from numpyro_fed.local.conditional import LocalLaplace
@@ -108,6 +108,7 @@ class Factorised(Method):
         chosen = remembered(lambda: core._chosen(split, survey), core, ByIdentity(split), survey)
         posterior = self._posterior(split, chosen.marginal)
         rounds = self.sweeps * plan.sweep if plan.num_rounds is None else plan.num_rounds
+        improper = tuple(site.name for site in split.partition.sites if site.at_server and site.shape.improper)
         stops = self.tolerance > 0 and self.server_optim is None  # an optimiser's small steps are no rest
         phase = Phase(
             "rounds",
@@ -116,7 +117,7 @@ class Factorised(Method):
             begin_silo=lambda given, state, local: self._begin_silo(split, chosen.solver, given, state, local),
             num_rounds=rounds,
             done=(lambda info: bool(info["moving"][-1] < self._allowed(chosen.solver, plan))) if stops else None,
-            finish=lambda left, server, info: self._finish(chosen.solver, plan, left, server, info),
+            finish=lambda left, server, info: self._finish(chosen.solver, plan, left, server, info, improper),
             effort="some",
             looks_at_data=_looks(split, chosen, self.family),
             look=plan.sweep if stops else None,
@@ -267,19 +268,30 @@ class Factorised(Method):
         """Movement, in sds, below which rounds are at rest."""
         return self.tolerance * (NOISE if self._averaged(solver, plan) else 1.0)
 
-    def _finish(self, solver: Solver, plan: Plan, left: Left, server: SitesServer, info: dict[str, Any]) -> Left:
+    def _finish(
+        self,
+        solver: Solver,
+        plan: Plan,
+        left: Left,
+        server: SitesServer,
+        info: dict[str, Any],
+        flat: tuple[str, ...] = (),
+    ) -> Left:
         """Whether everybody was heard, nothing moves any more, and what was heard was worth hearing."""
         moving, left = np.asarray(server.moving), left._replace(server=server)
-        silent = [plan.names[j] for j in np.flatnonzero(moving >= UNHEARD)[:6].tolist()]
+        silent = [plan.names[j] for j in np.flatnonzero(moving >= UNHEARD).tolist()]
         if silent:
-            return _doubted(
-                left,
-                f"silo {', '.join(map(repr, silent[:5]))}{' and others' if len(silent) > 5 else ''} was not asked, or "
-                "nothing could be accepted from it: the posterior is not yet that of all silos. Run more rounds "
-                "(init_state=fit.state); if rounds are skipped (fit.history['skipped']), pass damping=0.5 or another "
-                "solver",
-                moving=True,
+            told = (
+                f"nobody asked {silos_named(silent)}, or nothing could be accepted from there: the posterior is not "
+                "yet that of all silos. Run more rounds (init_state=fit.state); if rounds are skipped "
+                "(fit.history['skipped']), pass damping=0.5 or another solver"
             )
+            if flat:
+                told += (
+                    f". The prior of {' and '.join(map(repr, flat))} is improper: a silo whose own rows do not "
+                    "determine it has no answer. Give it a proper prior, dist.Normal(0, 10)"
+                )
+            return _doubted(left, told, moving=True)
         moves, allowed = float(info["moving"][-1]), self._allowed(solver, plan)
         if moves >= allowed > 0:
             averaged = allowed > self.tolerance
