@@ -40,13 +40,13 @@ class Ppc:
     Attributes:
         table: a row a silo and statistic. ``p_value``: the share of replicates with a larger statistic, equal ones
             counted half; near 0 the observed one is too large for the model, near 1 too small. ``z``: by how many sds
-            of the replicates it is.
+            of the replicates it is. NaN of a silo without observations.
         num_samples: replicates of each silo.
     """
 
     table: pd.DataFrame
     num_samples: int
-    redraw_locals: bool
+    own_locals: bool  # replicates have local latents that have seen the data
 
     @property
     def surprising(self) -> pd.DataFrame:
@@ -62,10 +62,10 @@ class Ppc:
         ]
         if not found:
             found = ["No silo is surprising, all statistics and silos considered."]
-        if not self.redraw_locals:
+        if self.own_locals:
             found.append(
-                "Replicates have the silos' own local latents, where there are such, and these have seen the data: "
-                "redraw_locals=True draws them from their prior, and sees more."
+                "Replicates have the silos' own local latents, which have seen the data: redraw_locals=True draws them "
+                "from their prior, and sees more."
             )
         return found
 
@@ -84,9 +84,12 @@ def ppc(fit: Fitted, keys: Array, statistic: Any, site: str | None, redraw_local
     rows = []
     for silo in fit.state.names:
         for name, found in _in_silo(fit, keys, silo, site, statistics, redraw_locals).items():
-            share = (found.above + 0.5 * found.equal) / len(keys)
+            known = found.above + found.equal or not np.isnan(found.z)  # NaN and no replicate: nothing is observed
+            share = (found.above + 0.5 * found.equal) / len(keys) if known else np.nan
             rows.append({"silo": silo, "site": site, "statistic": name, "p_value": share, "z": found.z})
-    return Ppc(pd.DataFrame(rows), len(keys), redraw_locals)
+    part = fit.split.partition
+    own = not redraw_locals and bool(part.local_sites or part.enumerated_sites)
+    return Ppc(pd.DataFrame(rows), len(keys), own)
 
 
 def _in_silo(
@@ -108,6 +111,8 @@ def _in_silo(
             )
         if not np.all(counted):  # a mask of the model's: these are no observations
             observed, drawn = observed[counted], drawn[:, counted]
+        if not observed.size:
+            return dict.fromkeys(statistics, PpcMessage(0, 0, np.nan))
         return {name: _compared(silo, name, one, observed, drawn) for name, one in statistics.items()}
 
 
