@@ -1,23 +1,30 @@
 """Leave-one-out cross-validation against closed forms, quadrature and refits; what leaves; models compared."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
 from given import Given, given_fit
+from models import MODELS
 from numpyro import handlers
 from scipy import stats
 from scipy.special import logsumexp
 from tiers import tiers
 
 import numpyro_fed as nf
+from numpyro_fed.data.silos import at_silo
+from numpyro_fed.local.integrate import silo_factor, start_frame
+from numpyro_fed.local.units import find_units, log_likelihoods, sizes
+from numpyro_fed.model.rows import components_of
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.importance import pareto_smoothed, smoothed_sets
-from numpyro_fed.results.loo import BINS, LooMessage, paired, standard_error, unheard
+from numpyro_fed.results.loo import BINS, LooMessage, integrated, paired, standard_error, unheard
 
 KEY = jax.random.key(2)
 NUM = 2000
@@ -114,6 +121,11 @@ def test_rows_of_a_normal_model() -> None:
     assert found.pareto_k["k > 1"] == 0 and found.table["above"].sum() == 0
     by_silo = fit.loo(KEY, NUM, by="silo")
     check(by_silo, {name: [y] for name, y in Y.items()}, 0.0, 1.0)
+
+
+@pytest.mark.slow
+def test_children_in_float64(x64: None) -> None:
+    test_children_with_a_level_of_their_own("wide")
 
 
 @pytest.mark.parametrize("form", tiers(["wide", "long"], "wide"))
@@ -276,3 +288,43 @@ def test_evidence_of_corrected_fits_and_refits() -> None:
     sign = 1.0 if y[3] == 1 else -1.0
     refitted = logsumexp(-np.logaddexp(0, -sign * x[3] * np.asarray(without, float))) - np.log(NUM)
     assert found.loos["2.0"].in_silo("a")[0][3] == pytest.approx(refitted, abs=0.05)
+
+
+# --- a law of all models ----------------------------------------------------------------------------------------------
+
+
+KINDS = [  # rows alone, aligned, by index, of two axes, of one silo's latent, that meet, masked, discrete, of no plate
+    *("glmm", "several plates", "factors", "long format", "nested plates", "crossed own plates", "silo level"),
+    *("pairs", "obs_mask", "class and intercept", "classes of counties", "without plate", "scan"),
+]
+
+
+@pytest.mark.parametrize("name", tiers(KINDS, "glmm", "several plates", "factors"))
+def test_units_add_up_to_the_silos_factor(name: str, x64: None) -> None:
+    """Whatever is left out: the sum over units of log p(y_i | z) is log f_j(z), and no observation is lost."""
+    case = MODELS[name]
+    silos = case.silos()
+    split, survey, stack, _ = Given(case.model, **case.options).prepare(silos)
+    marginal = integrated(SimpleNamespace(split=split, survey=survey))
+    marginal = marginal._replace(num=min(marginal.num, 5))
+    rows = "none" if marginal.kind == "none" else marginal.rows
+    z = np.linspace(-0.3, 0.4, split.dim)
+
+    @jax.jit
+    def both(data):
+        components = components_of(split, data) if rows == "indexed" else None
+        units = find_units(split, rows, None, data, components)
+        factor = silo_factor(split, marginal, data, components)
+        frame, nodes = factor.refit(z, start_frame(split, data), 20), factor.nodes(jax.random.key(0))
+        each = log_likelihoods(split, units, factor, frame, split.theta, data)(z, nodes)
+        return jnp.sum(each), factor.log_f(z, frame, nodes), sizes(split, units, data)[0]
+
+    # sites that share discrete latents have one term, and numpyro.factor counts beside observations
+    roles = {site.role for site in split.partition.sites if not site.at_server}
+    plain = not split.enumeration.components and not {"observed", "factor"} <= roles
+    for j, silo in enumerate(silos.names):
+        with at_silo(silo):
+            total, expected, count = both(stack.data(silo))
+        np.testing.assert_allclose(total, expected, rtol=1e-9)
+        observed = sum(counts[j] for _, counts in survey.observations)
+        assert int(count.sum()) == observed if plain else int(count.sum()) > 0

@@ -81,6 +81,8 @@ def compare_models(
     ``numpyro.param``, its evidence is that at their values.
 
     Example:
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
         >>> def flat(x, y=None):
         ...     mean = numpyro.sample("mean", dist.Normal(0, 2))
         ...     with numpyro.plate("rows", x.shape[0]):
