@@ -1,6 +1,7 @@
 """Leave-one-out cross-validation against closed forms, quadrature and refits; what leaves; models compared."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -296,6 +297,32 @@ def test_evidence_of_corrected_fits_and_refits() -> None:
     sign = 1.0 if y[3] == 1 else -1.0
     refitted = logsumexp(-np.logaddexp(0, -sign * x[3] * np.asarray(without, float))) - np.log(NUM)
     assert found.loos["2.0"].in_silo("a")[0][3] == pytest.approx(refitted, abs=0.05)
+
+
+def wheezing(smoke, age, wheeze, own):
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([4]).to_event(1))
+    omega = numpyro.sample("omega", dist.Normal(0, 10)) if own else 0.0
+    with numpyro.plate("children", smoke.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, jnp.exp(-omega)))[:, None] if own else 0.0
+        smoke = smoke[:, None]
+        logits = beta[0] + beta[1] * smoke + beta[2] * age + beta[3] * smoke * age + b
+        numpyro.sample("wheeze", dist.Bernoulli(logits=logits).to_event(1), obs=wheeze)
+
+
+@pytest.mark.slow
+def test_six_cities_with_and_without_childrens_intercepts() -> None:
+    """Both leave out a child with its four years. p_loo is about the number of globals, as there are no others."""
+    data = nf.datasets.six_cities()
+    silos = nf.split(data.silo, shared=dict(age=data.age), smoke=data.smoke, wheeze=data.wheeze)
+    fit = lambda own: nf.EP(partial(wheezing, own=own)).run(KEY, silos, progress_bar=False).correct(KEY, 1024)
+    found = nf.compare_models({"pooled": fit(False), "intercepts": fit(True)}, KEY)
+    print(found)
+    assert found.table.index.tolist() == ["intercepts", "pooled"] and found.loos["pooled"].num_units == 537
+    assert found.table.loc["pooled", "elpd_diff"] == pytest.approx(-112, abs=1)  # Monte Carlo error: .1
+    assert 15 < found.table.loc["pooled", "diff_se"] < 25 < found.table["se"].min()
+    assert found.table.loc["pooled", "evidence_diff"] == pytest.approx(-109.6, abs=0.2)
+    assert found.table["p_loo"].between(4, 7).all() and not found.table["above"].any()
+    assert found.loos["pooled"].bytes_up == 2 * 108
 
 
 # --- a law of all models ----------------------------------------------------------------------------------------------
