@@ -8,6 +8,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.split import split
 from numpyro_fed.data.store import SiloStore
 from numpyro_fed.judge.compare import Comparison, compare
+from numpyro_fed.judge.compare_models import ModelComparison, compare_models
 from numpyro_fed.judge.evaluate import evaluate
 from numpyro_fed.judge.messages import partition
 from numpyro_fed.judge.nuts import Reference, nuts
@@ -35,6 +36,8 @@ from numpyro_fed.results.correction import Correction
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.influence_tables import Conflict, Influence
 from numpyro_fed.results.load import load
+from numpyro_fed.results.loo import Loo
+from numpyro_fed.results.ppc import Ppc
 
 __all__ = [
     "EP",
@@ -52,12 +55,15 @@ __all__ = [
     "Fits",
     "Independent",
     "Influence",
+    "Loo",
     "Method",
+    "ModelComparison",
     "NonFiniteError",
     "Normal",
     "Partition",
     "PartitionError",
     "Posterior",
+    "Ppc",
     "Reference",
     "SFVIAvg",
     "SiloLostError",
@@ -66,6 +72,7 @@ __all__ = [
     "VerdictWarning",
     "algorithm",
     "compare",
+    "compare_models",
     "datasets",
     "enable_cache",
     "engines",

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PACKAGE = __name__.partition(".")[0]
+BETWEEN = (__name__.partition(".")[0], "jax", "numpyro", "contextlib", "functools")  # not the user's own lines
 
 
 def check_key(rng_key: Any) -> Any:
@@ -28,11 +28,72 @@ class VerdictWarning(UserWarning):
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """A warning that points at the user's line: the nearest one outside of this package."""
+    """A warning that points at the user's line: the nearest that is not of this package, nor of those it calls through.
+
+    Frames are counted when the warning is raised, so that it may move from function to function.
+    """
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == PACKAGE:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def agreeing(names: Iterable[str], one: str, many: str) -> str:
+    """Names, in order, with the verb that goes with their number.
+
+    >>> agreeing({"y", "x"}, "is", "are"), agreeing(["y"], "is", "are")
+    ('x, y are', 'y is')
+    """
+    found = sorted(names)
+    return f"{', '.join(found)} {one if len(found) == 1 else many}"
+
+
+def silos_named(names: Sequence[str], most: int = 5) -> str:
+    """Silos in a sentence.
+
+    >>> silos_named(["york"]), silos_named(["leeds", "york"])
+    ("silo 'york'", "silos 'leeds', 'york'")
+    """
+    return f"{'silo' if len(names) == 1 else 'silos'} {format_names(names, most)}"
+
+
+def sentences(reasons: Iterable[str]) -> str:
+    """Several reasons in one line, each with a capital and a full stop.
+
+    >>> sentences(["two silos disagree", "the rest moves: run more rounds."])
+    'Two silos disagree. The rest moves: run more rounds.'
+    """
+    return " ".join(f"{reason[:1].upper()}{reason[1:].removesuffix('.')}." for reason in reasons)
+
+
+def check_cohorts(cohorts: Any, names: Sequence[str]) -> Any:
+    """Who takes part, as a schedule says it: rows of indices of silos, or None for all of them.
+
+    An index that is no silo's would be somebody else's in a compiled program, in silence.
+
+    >>> check_cohorts(np.array([[0], [2]]), ("leeds", "york"))
+    Traceback (most recent call last):
+    ...
+    ValueError: the schedule asks silo number 2, and there are 2: 0 'leeds', 1 'york'. Give rows of indices below 2, ...
+    """
+    if cohorts is None:
+        return None
+    found, number = np.asarray(cohorts), len(names)
+    if found.ndim != 2 or not found.shape[1] or found.dtype.kind not in "iu":
+        raise ValueError(
+            f"cohorts of a schedule are ints of shape (rounds, silos of a round), got {found.dtype}{list(found.shape)}"
+        )
+    unknown = found[(found < 0) | (found >= number)]
+    if len(unknown):
+        known = ", ".join(f"{j} {names[j]!r}" for j in range(min(number, 5))) + (", ..." if number > 5 else "")
+        raise ValueError(
+            f"the schedule asks silo number {unknown[0]}, and there are {number}: {known}. Give rows of indices below "
+            f"{number}, or nf.schedules.fixed([[name], ...])"
+        )
+    twice = np.flatnonzero(np.any(np.diff(np.sort(found, axis=1), axis=1) == 0, axis=1))
+    if len(twice):
+        raise ValueError(f"the schedule asks a silo twice in a round, {found[twice[0]].tolist()}: name each once")
+    return cohorts
 
 
 def check_count(name: str, value: Any, least: int = 1, optional: bool = False) -> Any:

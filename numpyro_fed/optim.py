@@ -112,17 +112,12 @@ def check_optim(optim: Any, name: str = "optim") -> optax.GradientTransformation
     if not (hasattr(optim, "init") and hasattr(optim, "update")):
         got = repr(optim) if isinstance(optim, str) else f"{getattr(optim, '__name__', type(optim).__name__)}"
         raise TypeError(f"{name} must be an optax optimiser, got {got}: pass optax.adam(1e-2)")
+    _check_shapes(optim, name)
     params = jnp.ones(3)
     state = optim.init(params)
     total = np.zeros(3)
     for _ in range(3):  # a warm-up schedule may start at zero
-        try:
-            step, state = optim.update(params, state, params)
-        except TypeError as error:
-            raise TypeError(
-                f"{name} needs more than gradients ({error}): pass one that does not search along a line, such as "
-                "optax.adam(1e-2), optax.sgd(1e-2) or optax.adamw(1e-2)"
-            ) from None
+        step, state = optim.update(params, state, params)
         total += np.asarray(step)
     if not np.all(np.isfinite(total)) or np.all(total >= 0):
         raise ValueError(
@@ -130,3 +125,23 @@ def check_optim(optim: Any, name: str = "optim") -> optax.GradientTransformation
             "positive?"
         )
     return optim
+
+
+def _check_shapes(optim: Any, name: str) -> None:
+    """It needs nothing but gradients, and gives a step for each number; found from shapes, so that nothing is run."""
+    like = jax.ShapeDtypeStruct((3,), jnp.zeros(()).dtype)
+    try:
+        step = jax.eval_shape(lambda params: optim.update(params, optim.init(params), params)[0], like)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} needs more than gradients ({error}): pass one that does not search along a line, such as "
+            "optax.adam(1e-2), optax.sgd(1e-2) or optax.adamw(1e-2)"
+        ) from None
+    got = getattr(step, "shape", None)
+    if got != like.shape:
+        raise ValueError(
+            f"{name} gives steps of shape {got} for gradients of shape {like.shape}: it takes the first axis for rows, "
+            "as differentially private optimisers do (optax.contrib.dpsgd), and clips each. A silo's gradient here is "
+            "that of its whole loss, with no axis of rows: pass optax.adam(1e-2). numpyro_fed has no differential "
+            "privacy: who may see a silo's messages may learn from them what they tell of its data"
+        )

@@ -1,7 +1,14 @@
-"""Bad inputs: each gives an error that names the silo, site or argument, and says what to type."""
+"""Sixty bad inputs, by number: each gives an error that names the silo, site or argument, and says what to type.
 
-from collections.abc import Callable
+None of them is found by a program of the method: what is wrong is said before one is compiled.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -9,24 +16,49 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
+import optax.contrib
 import pandas as pd
 import pytest
-from models import binary, no_locals, normal, regression, rows
+from given import Given, given_fit
+from models import MODELS, binary, no_locals, normal, regression, rows
 from numpyro import handlers
+from numpyro.infer.autoguide import AutoIAFNormal
 from numpyro.primitives import mutable
 
+import numpyro_fed as nf
 from numpyro_fed import schedules
+from numpyro_fed.checks import check_cohorts
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.split import split
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.partition import partition
 from numpyro_fed.model.trace import PartitionError
 
+KEY = jax.random.key(0)
+NOTHING, SURVEY, SINGLE = "nothing", "the survey", "single operations, on a handful of numbers"
+
 
 class Bad(NamedTuple):
     action: Callable[[], Any]
-    error: type[Exception]
+    error: type[Exception]  # a warning is one in these tests
     words: tuple[str, ...]  # all of them stand in the message
+    compiled: str = NOTHING  # by then
+
+
+_programs: list[str] = []  # names of all programs that were compiled, or read from the cache on disk
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **told: _programs.append(str(told.get("fun_name"))) if "backend_compile" in event else None
+)
+
+
+@contextmanager
+def programs() -> Iterator[list[str]]:
+    """The programs that are compiled meanwhile."""
+    found: list[str] = []
+    before = len(_programs)
+    yield found
+    found += _programs[before:]
 
 
 def silos_with(**changes: Any) -> Silos:
@@ -159,40 +191,16 @@ def test_bad_data(name: str) -> None:
 
 
 def check(bad: Bad) -> None:
-    with pytest.raises(bad.error) as caught:
+    with programs() as compiled, pytest.raises(bad.error) as caught:
         bad.action()
     message = str(caught.value)
     print(f"\n    {message}")
     missing = [word for word in bad.words if word not in message]
     assert not missing, f"{missing} not in: {message}"
-
-
-# --- data that pass, with or without a warning ----------------------------------------------------------------------
-
-
-def test_float64_data_in_a_float32_program_warn() -> None:
-    with pytest.warns(UserWarning, match=r"y are float64.*numpyro.enable_x64\(\).*float32"):
-        Silos([dict(y=np.ones(3))])
-
-
-def test_float64_data_in_a_float64_program_do_not(x64: None) -> None:
-    assert Silos([dict(y=np.ones(3))])["0"]["y"].dtype == np.float64
-
-
-def test_large_values_warn() -> None:
-    with pytest.warns(UserWarning, match="y have values above 1e[+]08.*standardise"):
-        Silos([dict(y=np.full(3, 2e8, "f"))])
-
-
-def test_integer_features_are_cast() -> None:
-    silos = Silos([dict(x=binary(j, n, 2), y=normal(j, n)) for j, n in enumerate((3, 2))])
-    assert split_model(no_locals, silos).dim == 3
-
-
-def test_groups_without_rows_warn() -> None:
-    with pytest.warns(UserWarning, match="1 of 3 groups of 'c' have no rows") as told:
-        split(["a", "b"], groups=dict(c="n"), c=np.array([0, 2]), n=3, y=normal(0, 2))
-    assert told[0].filename == __file__  # warnings point at the user's line, however deep they are raised
+    if bad.compiled == NOTHING:
+        assert not compiled
+    # the survey is one round of all silos; a method begins with a program that makes its states
+    assert "jit(_start)" not in compiled and compiled.count("jit(_run_rounds)") <= (bad.compiled == SURVEY)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -426,8 +434,15 @@ def with_y(*values: Any) -> Silos:
     return Silos({name: dict(y=np.asarray(y)) for name, y in zip(("leeds", "york"), values, strict=True)})
 
 
-def bad(model: Any, silos: Any, *words: str, error: type[Exception] = PartitionError, **options: Any) -> Bad:
-    return Bad(lambda: split_model(model, silos(), **options), error, words)
+def bad(
+    model: Any,
+    silos: Any,
+    *words: str,
+    error: type[Exception] = PartitionError,
+    compiled: str = NOTHING,
+    **options: Any,
+) -> Bad:
+    return Bad(lambda: split_model(model, silos(), **options), error, words, compiled)
 
 
 ragged = rows(4, 2)
@@ -464,6 +479,7 @@ BAD_MODELS: dict[str, Bad] = {
         "observed value 3 (row 1)",
         "Bernoulli (0 or 1)",
         "2 such values",
+        compiled=SURVEY,
     ),
     "16 Poisson": bad(
         partial(likelihood, distribution=lambda mu: dist.Poisson(jnp.exp(mu))),
@@ -471,24 +487,28 @@ BAD_MODELS: dict[str, Bad] = {
         "silo 'york'",
         "-1 (row 1)",
         "Poisson (0, 1, 2, ...)",
+        compiled=SURVEY,
     ),
     "16 Gamma": bad(
         partial(likelihood, distribution=lambda mu: dist.Gamma(jnp.exp(mu), 1.0)),
         lambda: with_y(np.ones(2, "f"), np.zeros(2, "f")),
         "0. (row 0)",
         "Gamma (numbers above 0)",
+        compiled=SURVEY,
     ),
     "16 Beta": bad(
         partial(likelihood, distribution=lambda mu: dist.Beta(jnp.exp(mu), 1.0)),
         lambda: with_y(np.full(2, 0.5, "f"), np.full(3, 1.5, "f")),
         "1.5 (row 0)",
         "Beta (numbers from 0.0 to 1.0)",
+        compiled=SURVEY,
     ),
     "16 Categorical": bad(
         partial(likelihood, distribution=lambda mu: dist.Categorical(logits=mu * jnp.arange(3.0))),
         lambda: with_y([0, 1], [3, 1]),
         "3 (row 0)",
         "integers from 0 to 2",
+        compiled=SURVEY,
     ),
     "16 Binomial, bounds by row": bad(
         binomial,
@@ -496,12 +516,14 @@ BAD_MODELS: dict[str, Bad] = {
         "silo '0'",
         "3 (row 1)",
         "integers from 0 to 2",
+        compiled=SURVEY,
     ),
     "16 Dirichlet": bad(
         partial(likelihood, distribution=lambda mu: dist.Dirichlet(jnp.exp(mu) * jnp.ones(2))),
         lambda: with_y(np.full((2, 2), 0.5, "f"), np.full((1, 2), 0.7, "f")),
         "[0.7, 0.7] (row 0)",
         "add up to 1",
+        compiled=SURVEY,
     ),
     "28 no latent sites": bad(no_latents, ragged, "no latent sites", "nothing to infer"),
     "29 no observed sites": bad(no_observations, ragged, "no observed site", "ignores the data", "obs="),
@@ -521,12 +543,22 @@ BAD_MODELS: dict[str, Bad] = {
     "34 shapes differ": bad(shapes_differ, ragged, "'mu'", "(3,)", "(2,)", "'s0'", "'s1'", "rows"),
     "35 prior from data": bad(prior_from_data, ragged, "global site 'mu'", "'y'", "another prior", "shared="),
     "35 prior from the number of rows": bad(
-        prior_from_number_of_rows, ragged, "'mu'", "size of a silo's data", "another prior", "shared="
+        prior_from_number_of_rows, ragged, "'mu'", "size of a silo's data", "another prior", "shared=", compiled=SURVEY
     ),
     "36 discrete global": bad(
-        discrete_global, ragged, "'z'", "discrete", "Bernoulli", "no silo", "MixtureSameFamily", "local=['z']"
+        discrete_global,
+        ragged,
+        "'z'",
+        "discrete",
+        "Bernoulli",
+        "no silo",
+        "MixtureSameFamily",
+        "local=['z']",
+        compiled=SINGLE,
     ),
-    "36 global below discrete": bad(discrete_global_below_local, ragged, "'z' is local", "global site 'mu'", "before"),
+    "36 global below discrete": bad(
+        discrete_global_below_local, ragged, "'z' is local", "global site 'mu'", "before", compiled=SINGLE
+    ),
     "36 discrete without end": bad(discrete_unbounded, ragged, "'z'", "Poisson", "infinitely many", "sum it out"),
     "36 discrete from data": bad(discrete_from_data, ragged, "'z'", "Binomial", "depends on data", "total_count"),
     "38 subsample_size": bad(subsampled, ragged, "'rows'", "subsample_size=2", "batch_size="),
@@ -536,7 +568,7 @@ BAD_MODELS: dict[str, Bad] = {
     ),
     "40 param per row": bad(param_per_row, ragged, "'scale'", "each row", "numpyro.sample"),
     "40 param from data": bad(param_from_data, ragged, "'scale'", "starts from", "'y'", "shared="),
-    "40 param at the edge": bad(param_at_edge, ragged, "'scale'", "0.0", "edge", "inside"),
+    "40 param at the edge": bad(param_at_edge, ragged, "'scale'", "0.0", "edge", "inside", compiled=SINGLE),
     "43 duplicate site": bad(twice, ragged, "silo 's0'", "`mu`", "own name"),
     "44 mutable state": bad(stateful, ragged, "'batch_stats'", "mutable"),
     "60 arguments missing": bad(plain, regression(3, 2), "takes (y)", "give (x, y)"),
@@ -566,7 +598,7 @@ BAD_MODELS: dict[str, Bad] = {
     "loops over an array": bad(
         ranged, lambda: Silos([dict(y=normal(0, 2), k=np.asarray(2))]), "silo '0'", "int argument"
     ),
-    "mixes rows": bad(centred, ragged, "silo 's1'", "site 'y'", "mixes rows", "beforehand"),
+    "mixes rows": bad(centred, ragged, "silo 's1'", "site 'y'", "mixes rows", "beforehand", compiled=SURVEY),
 }
 
 
@@ -584,6 +616,476 @@ def test_masked_observations_may_have_any_value() -> None:
     split_model(model, Silos([dict(y=np.array([0, 9, 1]), present=np.array([True, False, True]))]))
 
 
+# --- settings, runs and results -------------------------------------------------------------------------------------
+
+
+def latent_rows(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", y.shape[0]):
+        a = numpyro.sample("a", dist.Normal(mu, 1))
+        numpyro.sample("y", dist.Normal(a, 1), obs=y)
+
+
+def guide_without_a(y):
+    numpyro.sample("mu", dist.Normal(numpyro.param("loc", 0.0), 1.0))
+
+
+def wide(y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([2500]).to_event(1))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(w.sum(), 1), obs=y)
+
+
+def flat_and_unused(y):
+    mu = numpyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
+    numpyro.sample("nu", dist.Normal(0, 1).mask(False))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def two_flat(y):
+    mu = numpyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
+    nu = numpyro.sample("nu", dist.ImproperUniform(dist.constraints.real, (), ()))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu + nu, 1), obs=y)
+
+
+def imputed_by_index(x, y, missing):
+    beta = numpyro.sample("beta", dist.Normal(0, 1))
+    with numpyro.plate("missing", missing.shape[0]):
+        drawn = numpyro.sample("drawn", dist.Normal(0, 1))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(beta * x.at[missing].set(drawn), 1), obs=y)
+
+
+def with_missing(*missing: list[int]) -> Silos:
+    arguments = lambda j, found: dict(x=normal(j, 3 + j), y=normal(j, 3 + j), missing=np.array(found, np.int32))
+    return Silos(
+        {name: arguments(j, found) for j, (name, found) in enumerate(zip(("leeds", "york"), missing, strict=True))}
+    )
+
+
+def at_most_six(y, how="raise", inner=latent_rows):
+    if how == "raise" and y.shape[0] > 6:
+        raise ValueError("at most six rows, please")
+    if how == "assert":
+        assert y.shape[0] <= 6, "at most six rows, please"
+    if how == "bare" and y.shape[0] > 6:
+        raise AssertionError
+    if how == "lookup":
+        _ = {3: "few", 4: "several"}[y.shape[0]]
+    inner(y)
+
+
+def run(method: Any, silos: Any = ragged, key: Any = KEY, num_rounds: Any = 2, **options: Any) -> Any:
+    return method.run(key, silos(), num_rounds, progress_bar=False, **options)
+
+
+def setting(make: Callable[[], Any], *words: str, error: type[Exception] = ValueError, compiled: str = NOTHING) -> Bad:
+    return Bad(make, error, words, compiled)
+
+
+def private(clip: float) -> Any:
+    """Clips the gradient of each row."""
+    aggregate = optax.contrib.differentially_private_aggregate(clip, noise_multiplier=1.0, key=0)
+    return optax.chain(aggregate, optax.sgd(1e-2))
+
+
+class Asks(NamedTuple):
+    """A schedule of one's own."""
+
+    silos: Any
+
+    def cohorts(self, key: Any, names: Any, first: int, count: int) -> Any:
+        return np.tile(np.asarray(self.silos), (count, 1))
+
+
+TYPE_KEY = "pass jax.random.key(0)"
+TYPE_ADAM = "pass optax.adam(1e-2)"
+METHODS = (nf.EP, nf.SEP, nf.PVI, nf.SFVI, nf.SFVIAvg, nf.FedPA, nf.FedAvg, nf.FedNP)
+
+BAD_SETTINGS: dict[str, Bad] = {
+    "18 an int as key": setting(lambda: run(nf.EP(plain), key=0), "rng_key", "a int", TYPE_KEY, error=TypeError),
+    "18 no key": setting(lambda: run(nf.SFVI(plain), key=None), "rng_key", "nothing", TYPE_KEY, error=TypeError),
+    "19 a generator as key": setting(
+        lambda: run(nf.FedPA(plain), key=np.random.default_rng(0)), "rng_key", "Generator", TYPE_KEY, error=TypeError
+    ),
+    "20 optimiser by name": setting(
+        lambda: nf.SFVI(plain, optim="adam"), "optim", "'adam'", TYPE_ADAM, error=TypeError
+    ),
+    "20 the silos' optimiser": setting(
+        lambda: nf.SFVI(plain, silo_optim="adam"), "silo_optim", "'adam'", TYPE_ADAM, error=TypeError
+    ),
+    "20 the server's optimiser": setting(
+        lambda: nf.EP(plain, server_optim="sgd"), "server_optim", "'sgd'", TYPE_ADAM, error=TypeError
+    ),
+    "21 an optimiser's class": setting(
+        lambda: nf.FedAvg(plain, optim=optax.adam), "optim", "adam", TYPE_ADAM, error=TypeError
+    ),
+    "22 a line search": setting(
+        lambda: nf.SFVI(plain, optim=optax.lbfgs()),
+        *("optim", "needs more than gradients", "optax.adam(1e-2), optax.sgd(1e-2) or optax.adamw(1e-2)"),
+        error=TypeError,
+    ),
+    "23 no step": setting(
+        lambda: nf.SFVI(plain, optim=optax.adam(0.0)), "optim", "downhill", "positive?", compiled=SINGLE
+    ),
+    "23 uphill": setting(
+        lambda: nf.FedAvg(plain, server_optim=optax.sgd(-0.1)), "server_optim", "downhill", compiled=SINGLE
+    ),
+    "23 NaN": setting(lambda: nf.SFVI(plain, optim=optax.adam(np.nan)), "optim", "nan", compiled=SINGLE),
+    "24 no rounds": setting(lambda: run(nf.EP(plain), num_rounds=0), "num_rounds", "at least 1", "got 0"),
+    "24 minus three rounds": setting(lambda: run(nf.SFVI(plain), num_rounds=-3), "num_rounds", "got -3"),
+    "24 half a round": setting(lambda: run(nf.PVI(plain), num_rounds=1.5), "num_rounds", "an int", "got 1.5"),
+    "24 a round that is true": setting(lambda: run(nf.PVI(plain), num_rounds=True), "num_rounds", "got True"),
+    "24 no local steps": setting(lambda: nf.SFVIAvg(plain, local_steps=0), "local_steps", "at least 1", "got 0"),
+    "24 local steps of FedAvg": setting(lambda: nf.FedAvg(plain, local_steps=2.5), "local_steps", "an int", "got 2.5"),
+    "25 no damping": setting(lambda: nf.EP(plain, damping=0.0), "damping", "(0, 1]", "got 0.0"),
+    "25 too much": setting(lambda: nf.PVI(plain, damping=1.5), "damping", "(0, 1]", "got 1.5"),
+    "25 NaN": setting(lambda: nf.SEP(plain, damping=np.nan), "damping", "(0, 1]", "got nan"),
+    "25 text": setting(lambda: nf.EP(plain, damping="0.5"), "damping", "(0, 1]", "got '0.5'"),
+    "26 rho": setting(lambda: nf.FedPA(plain, shrinkage=-1.0), "shrinkage", "-1.0", "at least 0", "'oas'"),
+    "27 one sample": setting(lambda: nf.FedPA(plain, num_samples=1), "num_samples", "at least 2", "got 1"),
+    "37 improper": bad(flat_and_unused, ragged, "'nu'", "improper", "no other site depends", "dist.Normal(0, 10)"),
+    "46 a guide without a site": setting(
+        lambda: run(nf.SFVI(latent_rows, guide=guide_without_a)),
+        *("guide", "lacks the latent site 'a'", "numpyro.sample('a', ...)"),
+        compiled=SURVEY,
+    ),
+    "47 low rank": setting(
+        lambda: run(nf.SFVIAvg(plain, guide=nf.guides.StructuredNormal(global_cov="low_rank"))),
+        *("SFVIAvg", "full or diagonal", "low_rank", 'global_cov="diagonal"', "nf.SFVI"),
+        compiled=SURVEY,
+    ),
+    "47 a flow": setting(
+        lambda: run(nf.SFVIAvg(plain, guide=nf.guides.StructuredNormal(global_guide=AutoIAFNormal))),
+        *("SFVIAvg", "full or diagonal", "AutoIAFNormal", "nf.SFVI"),
+        compiled=SURVEY,
+    ),
+    "48 full covariance": setting(
+        lambda: run(nf.SFVI(wide)), "2500", "GB", 'global_cov="low_rank"', '"diagonal"', compiled=SURVEY
+    ),
+    "48 of EP": setting(lambda: run(nf.EP(wide)), "2500", "family='diagonal'", error=PartitionError, compiled=SURVEY),
+    "50 negative weights": setting(
+        lambda: nf.SFVIAvg(plain, weights=[-1, 2]), "weights", "[-1, 2]", "'size'", "'equal'"
+    ),
+    "50 all zero": setting(lambda: nf.SFVIAvg(plain, weights=[0, 0]), "weights", "[0, 0]", "'size'", "'equal'"),
+    "52 other silos": setting(
+        lambda: run(nf.EP(plain), init_state=given_fit(plain, Silos({"hull": dict(y=normal(0, 3))})).state),
+        *("init_state", "missing now: hull", "not in the state: s0, s1"),
+        compiled=SURVEY,
+    ),
+    "52 no state": setting(
+        lambda: run(nf.EP(plain), init_state=3), "init_state", "fit.state", "int", error=TypeError, compiled=SURVEY
+    ),
+    "53 a silo nobody knows": setting(
+        lambda: run(nf.EP(plain), schedule=Asks([7])),
+        *("schedule", "number 7", "there are 2", "0 's0', 1 's1'", "nf.schedules.fixed"),
+    ),
+    "53 counted from the end": setting(lambda: run(nf.EP(plain), schedule=Asks([-1])), "number -1", "0 's0', 1 's1'"),
+    "53 one silo twice": setting(lambda: run(nf.EP(plain), schedule=Asks([1, 1])), "twice", "[1, 1]"),
+    "53 by name": setting(lambda: run(nf.EP(plain), schedule=Asks(["s0"])), "ints of shape", "<U2"),
+    "54 clip <= 0": setting(lambda: nf.SFVI(plain, optim=private(-1.0)), "optim", "no differential privacy"),
+    "55 no terms by row": setting(
+        lambda: nf.FedAvg(plain, optim=private(1.0)),
+        *("optim", "shape ()", "(3,)", "whole loss", "no axis of rows", TYPE_ADAM, "no differential privacy"),
+    ),
+    "58 a cohort's silo": setting(
+        lambda: run(nf.EP(plain), schedule=schedules.fixed([["hull"]])), "schedule names 'hull'", "'s0', 's1'"
+    ),
+    "58 a speed's silo": setting(
+        lambda: run(nf.EP(plain), schedule=schedules.asynchronous({"hull": 2.0})), "names 'hull'", "'s0', 's1'"
+    ),
+    "59 predictions": Bad(
+        lambda: given_fit(plain, ragged()).predict(KEY, silo="hull"), KeyError, ("'hull'", "'s0', 's1'"), SINGLE
+    ),
+    "59 draws of locals": Bad(
+        lambda: given_fit(latent_rows, ragged()).sample_local(KEY, silo="hull"),
+        KeyError,
+        ("'hull'", "'s0', 's1'"),
+        SINGLE,
+    ),
+    "no such engine": setting(
+        lambda: run(nf.EP(plain), engine="vmap"), "engine", "'vmap'", "engine=nf.engines.Vmap()", error=TypeError
+    ),
+    "an engine's class": setting(
+        lambda: run(nf.EP(plain), engine=nf.engines.Loopback),
+        *("the class Loopback", "engine=nf.engines.Loopback()"),
+        error=TypeError,
+    ),
+    "no silo misses nothing": setting(
+        lambda: with_missing([0, 2], []), "silo 'york'", "'missing' has 0 rows", "'x' has 4", "obs_mask", "jnp.where"
+    ),
+    "imputed by index": bad(
+        imputed_by_index,
+        lambda: with_missing([0, 2], [1]),
+        *(
+            "silo 'york'",
+            "site 'y' mixes rows",
+            "x.at[missing].set",
+            "obs_mask=present",
+            "jnp.where(present, x, drawn)",
+        ),
+        compiled=SURVEY,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_bad_settings(name: str) -> None:
+    check(BAD_SETTINGS[name])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_54_there_is_no_privacy_to_ask_for(method: Any) -> None:
+    """No argument that sounds like it is taken and then ignored."""
+    for name in ("clip", "noise_multiplier", "delta", "dp", "privacy"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            method(plain, **{name: 0.5})
+
+
+@pytest.mark.parametrize("how", ["raise", "assert", "bare", "lookup"])
+def test_what_the_model_says_of_twice_as_many_rows_is_told(how: str) -> None:
+    """Rows are doubled to see whose latents are; swallowed, a model's own refusal would make them everybody's."""
+    words = {"bare": "AssertionError: raise AssertionError", "lookup": "KeyError: 8"}.get(
+        how, "at most six rows, please"
+    )
+    model = partial(at_most_six, how=how)
+    silos = rows(4, 4)
+    check(bad(model, silos, "site 'a'", "'y'", "refuses twice as many", words, "local=['rows']", "shared=['rows']"))
+    assert partition(model, silos(), local=["rows"]).local_sites == ("a",)
+    assert partition(model, silos(), shared=["rows"]).global_sites == ("mu", "a")
+    without = partition(partial(at_most_six, how=how, inner=plain), silos())  # no latents of whom one could ask
+    assert words in str(without) and "neither padded nor" in str(without)
+    if how != "lookup":
+        check(bad(model, rows(4, 3), "differ between silos", "With twice as many", words))
+
+
+def test_a_bare_assert_of_the_model_is_no_clash_of_plates() -> None:
+    def tabular(y):
+        if y.ndim != 2:
+            raise AssertionError  # as `assert` does, which pytest rewrites
+
+    check(bad(tabular, ragged, "silo 's0'", "y (4,)", "AssertionError: raise AssertionError"))
+
+
+# --- warnings -------------------------------------------------------------------------------------------------------
+
+
+class Told(Exception):
+    """A warning, caught where it points at."""
+
+
+@contextmanager
+def warnings_raised() -> Iterator[None]:
+    """The run ends there: nothing has to be compiled to see where a warning points at."""
+
+    def tell(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        raise Told(str(message), filename, lineno)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = tell
+        yield
+
+
+def one(method: Any) -> Any:
+    return run(method, rows(3))
+
+
+WARNED: dict[str, Bad] = {
+    "12 float64": Bad(
+        lambda: Silos([dict(y=np.ones(3))]),
+        UserWarning,
+        ("y is float64", "float32", "numpyro.enable_x64()"),
+    ),
+    "12 two of them": Bad(lambda: Silos([dict(y=np.ones(3), x=np.ones(3))]), UserWarning, ("x, y are float64",)),
+    "17 large values": Bad(
+        lambda: Silos([dict(y=np.full(3, 2e8, "f"))]),
+        UserWarning,
+        ("y has values above 1e+08", "standardise it", "nf.prepare.standardize"),
+    ),
+    "17 two of them": Bad(
+        lambda: Silos([dict(y=np.full(3, 2e8, "f"), x=np.full(3, 2e8, "f"))]),
+        UserWarning,
+        ("x, y have values", "standardise them"),
+    ),
+    "56 FedAvg": Bad(lambda: one(nf.FedAvg(plain)), UserWarning, ("FedAvg has one silo", "nf.SFVI(model)"), SURVEY),
+    "56 FedPA": Bad(lambda: one(nf.FedPA(plain)), UserWarning, ("FedPA has one silo", "nf.SFVI(model)"), SURVEY),
+    "56 SFVIAvg": Bad(lambda: one(nf.SFVIAvg(plain)), UserWarning, ("SFVIAvg has one silo", "nf.SFVI(model)"), SURVEY),
+    "56 FedNP": Bad(lambda: one(nf.FedNP(plain)), UserWarning, ("FedNP has one silo", "nf.SFVI(model)"), SURVEY),
+    "a group without rows": Bad(
+        lambda: split(["a", "b"], groups=dict(c="n"), c=np.array([0, 2]), n=3, y=normal(0, 2)),
+        UserWarning,
+        ("1 of 3 groups of 'c' has no rows and is left out",),
+    ),
+    "groups without rows": Bad(
+        lambda: split(["a", "b"], groups=dict(c="n"), c=np.array([0, 2]), n=4, y=normal(0, 2)),
+        UserWarning,
+        ("2 of 4 groups of 'c' have no rows and are left out",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_warnings(name: str) -> None:
+    check(WARNED[name])
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_warnings_point_at_the_users_line(name: str) -> None:
+    """However deep they are raised: the line of this file that called the library."""
+    with warnings_raised(), pytest.raises(Told) as caught:
+        WARNED[name].action()
+    _, filename, lineno = caught.value.args
+    assert filename == __file__
+    line = Path(__file__).read_text().splitlines()[lineno - 1]
+    assert re.search(r"Silos\(|split\(|\.run\(", line), line
+
+
+def test_warnings_point_past_what_calls_back() -> None:
+    """A warning from inside of a traced function has JAX's lines between the library's and the user's."""
+
+    def deep() -> int:
+        code = compile("from numpyro_fed.checks import warn_user\nwarn_user('deep')", "inside.py", "exec")
+        exec(code, {"__name__": "numpyro_fed.somewhere"})
+        return 0
+
+    with warnings_raised(), pytest.raises(Told) as caught:
+        jax.eval_shape(deep)
+    assert caught.value.args[1] == __file__
+
+
+def test_several_reasons_are_sentences() -> None:
+    from numpyro_fed.checks import sentences
+
+    assert sentences(["it moves", "nobody asked for a check: run(..., check=True)"]) == (
+        "It moves. Nobody asked for a check: run(..., check=True)."
+    )
+
+
+# --- what is no mistake ---------------------------------------------------------------------------------------------
+
+WORKS: dict[str, Callable[[], Any]] = {
+    "15 integer features": lambda: split_model(
+        no_locals, Silos([dict(x=binary(j, n, 2), y=normal(j, n)) for j, n in enumerate((3, 2))])
+    ),
+    "30 a likelihood without a plate": lambda: split_model(*_of("without plate")),
+    "37 improper, and determined": lambda: split_model(two_flat, rows(3, 4)()),
+    "41 constrained supports": lambda: split_model(*_of("supports")),
+    "42 correlations": lambda: split_model(*_of("correlated")),
+    "45 factors": lambda: split_model(*_of("factors")),
+    "56 EP of one silo": lambda: nf.EP(plain).prepare(rows(3)()),
+    "57 cohorts of any size": lambda: check_cohorts(np.array([[0, 2], [1, 2]]), ("a", "b", "c")),
+    "58 silos that the table does not name": lambda: schedules.fixed([["a"]]).cohorts(None, ("a", "b"), 0, 2),
+}
+
+
+def _of(name: str) -> tuple[Any, Silos]:
+    return MODELS[name].model, MODELS[name].silos()
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_no_mistake(name: str) -> None:
+    WORKS[name]()
+
+
+def test_57_there_is_no_mesh_to_divide() -> None:
+    """All silos are one program's; an engine over devices would have to pad their number."""
+    assert {name for name in vars(nf.engines) if isinstance(getattr(nf.engines, name), type)} == {
+        "Engine",
+        "Loopback",
+        "Streamed",
+        "Vmap",
+    }
+
+
+def test_float64_data_in_a_float64_program_do_not_warn(x64: None) -> None:
+    assert Silos([dict(y=np.ones(3))])["0"]["y"].dtype == np.float64
+
+
+def test_one_missing_value_for_each_row_may_be_drawn() -> None:
+    """What the error of an imputation by index proposes."""
+
+    def model(x, y, present):
+        beta = numpyro.sample("beta", dist.Normal(0, 1))
+        with numpyro.plate("rows", y.shape[0]):
+            drawn = numpyro.sample("drawn", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(beta * jnp.where(present, x, drawn), 1), obs=y)
+
+    arguments = lambda n, gone: dict(x=normal(n, n), y=normal(n, n), present=~np.isin(np.arange(n), gone))
+    split = split_model(model, Silos([arguments(4, [0, 2]), arguments(3, [])]))
+    assert split.partition.local_sites == ("drawn",)
+
+
+# --- files, and rounds that go wrong ---------------------------------------------------------------------------------
+
+
+def test_51_a_file_says_what_differs(tmp_path: Path) -> None:
+    silos = ragged()
+    path = given_fit(plain, silos).save(tmp_path / "fit")
+    cases = {
+        "method": (nf.EP(plain), None, "another method: Given in the file, EP now"),
+        "model": (Given(one_prior_more), None, "another model: site 'nu' is not there in the file"),
+        "prior": (Given(partial(plain_with, scale=2.0)), None, "the prior of site 'mu' is another one"),
+        "silos": (Given(plain), rows(4, 2, 3)(), "has the silos s0, s1; silos= has s0, s1, s2"),
+        "rows": (Given(plain), rows(4, 3)(), "silo 's1' is y float32[2] in the file, y float32[3] now"),
+    }
+    for method, data, words in cases.values():
+        with programs() as compiled, pytest.raises(ValueError, match=re.escape(words)):
+            nf.load(path, method, silos=data)
+        assert "jit(_start)" not in compiled and "jit(_run_rounds)" not in compiled
+    path.write_bytes(b"another file")
+    with pytest.raises(ValueError, match=r"not a file of fit\.save"):
+        nf.load(path, Given(plain))
+
+
+def plain_with(y, scale=1.0):
+    mu = numpyro.sample("mu", dist.Normal(0, scale))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def one_prior_more(y):
+    numpyro.sample("nu", dist.Normal(0, 1))
+    plain(y)
+
+
+def test_49_a_loss_that_is_not_finite_names_silo_and_site_and_keeps_the_last_good_fit() -> None:
+    def fragile(y):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", y.shape[0]):
+            # log of a number that turns negative once mu has moved: a bug a user could write
+            numpyro.factor("penalty", jnp.log(1.0 - jnp.where(y > 5, mu, 0.0)))
+            numpyro.sample("y", dist.Normal(10 * mu, 1.0), obs=y)
+
+    silos = Silos({"fine": dict(y=np.zeros(3, "f")), "broken": dict(y=np.full(4, 30.0, "f"))})
+    with pytest.raises(nf.NonFiniteError, match=r"round \d+, from silo 'broken' \(site 'penalty'\)") as caught:
+        nf.SFVI(fragile, start_rounds=0, optim=optax.adam(0.5)).run(KEY, silos, 1000, progress_bar=False)
+    good = caught.value.fit
+    assert np.all(np.isfinite(good.history["loss"])) and np.all(np.isfinite(good.sample(KEY, 10)["mu"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [nf.EP, nf.PVI])
+def test_37_flat_priors_that_no_silo_determines_are_named(method: Any) -> None:
+    """Two rows' sum determines mu + nu alone: no silo's first tilted distribution is proper."""
+    fit = nf.Method.run(method(two_flat), KEY, rows(3, 4)(), 4, progress_bar=False, check=False)
+    (reason, *_) = fit.verdict.reasons
+    assert not fit.verdict.ok and "'mu' and 'nu' is improper" in reason and "dist.Normal(0, 10)" in reason
+
+
+# --- all of them ----------------------------------------------------------------------------------------------------
+
+
+def test_all_sixty_are_here() -> None:
+    """By the numbers that their cases begin with, or their tests' names."""
+    cases = [*BAD_DATA, *BAD_MODELS, *BAD_SETTINGS, *WARNED, *WORKS]
+    tests = [name.removeprefix("test_") for name in globals() if name.startswith("test_")]
+    found = {int(match[0]) for name in cases + tests if (match := re.match(r"\d+", name))}
+    assert found == set(range(1, 61))
+
+
 def test_schedules_name_what_is_wrong() -> None:
     bad_schedules = {
         "a silo that is not there": Bad(
@@ -594,7 +1096,7 @@ def test_schedules_name_what_is_wrong() -> None:
         "no cohort": Bad(lambda: schedules.sampled(0), ValueError, ("cohort_size", "0")),
         "half a cohort": Bad(lambda: schedules.sampled(1.5), ValueError, ("cohort_size", "1.5")),  # type: ignore[arg-type]
         "too large a cohort": Bad(
-            lambda: schedules.sampled(3).cohorts(jax.random.key(0), ("a", "b"), 0, 1), ValueError, ("3", "2 silos")
+            lambda: schedules.sampled(3).cohorts(KEY, ("a", "b"), 0, 1), ValueError, ("3", "2 silos")
         ),
         "cohorts of two sizes": Bad(lambda: schedules.fixed([["a"], ["a", "b"]]), ValueError, ("one size", "[1, 2]")),
         "no such schedule": Bad(
@@ -602,5 +1104,5 @@ def test_schedules_name_what_is_wrong() -> None:
         ),
         "no schedule at all": Bad(lambda: schedules.as_schedule(3), TypeError, ("int", "'sequential'")),
     }
-    for one in bad_schedules.values():
-        check(one)
+    for case in bad_schedules.values():
+        check(case)

@@ -52,6 +52,12 @@ def given(method: Any, silos: nf.Silos, mean: Any, covariance: Any, theta: dict 
     return Fit(posterior, split, state, history, 0.1, padded, silos, survey=survey, again=method.again())
 
 
+def test_in_a_notebook() -> None:
+    shown = correction.Correction(correction.Corrected(None, np.zeros((4, 1)), np.full(4, np.log(0.25)), 0.9, -12.34))
+    html = shown._repr_html_()
+    assert "4 of 4" in html and "0.90" in html and "-12.34" in html and "do not trust" in html
+
+
 @pytest.fixture(scope="module")
 def exact(silos: nf.Silos) -> Fit:
     with jax.enable_x64(True):

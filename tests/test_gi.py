@@ -405,7 +405,7 @@ def test_inputs_that_are_not_scaled_are_a_reason():
 
 
 def test_unheard_silos_are_left_out_and_named():
-    with pytest.warns(nf.VerdictWarning, match="silo 'york', 'hull' was not asked"):
+    with pytest.warns(nf.VerdictWarning, match="obody asked silos 'york', 'hull'"):
         fit = nf.GIPVI(*NETWORK, **QUICK).run(KEY, data(), 1, schedule="sequential", progress_bar=False)
     assert fit.state.server.visits.tolist() == [1, 0, 0]
     assert int(fit.history["heard"][-1]) == 1

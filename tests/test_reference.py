@@ -9,11 +9,14 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from given import given_fit
+from models import no_locals, regression
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.judge.compare import compare
+from numpyro_fed.judge.effective import num_effective
 from numpyro_fed.judge.nuts import _fixed_theta, _warn, nuts
 from numpyro_fed.judge.pooled import start
 
@@ -97,6 +100,35 @@ def test_compare_takes_it(gaussian):
     cmp = compare({"itself": reference}, reference)
     assert np.all(cmp.table["w1"] == 0) and set(cmp.table["seconds"]) == {reference.seconds}
     assert np.allclose(cmp.monte_carlo_error**-2, reference.diagnostics()["n_eff"])
+
+
+def test_a_silos_locals_are_compared(gaussian):
+    """Against draws of their closed form: shifts within four standard errors of both sides."""
+    reference, _, local = gaussian
+    means, sds = local["b"]
+    exact = means + sds * np.random.default_rng(0).normal(size=(4000, len(means)))
+    silos = Silos({"b": dict(y=np.zeros((2, 2), "f"))})
+    fit = given_fit(normal_groups, silos, silo=dict(loc=means[0], scale=float(sds)))
+    cmp = compare({"itself": reference, "exact": {"b": exact}, "fit": fit}, reference, silo="b", sites=["b"])
+    assert list(cmp.table["parameter"]) == 3 * ["b[0]", "b[1]"]
+    by_method = cmp.table.groupby("method")["mean_shift"].apply(lambda x: x.abs().max())
+    assert by_method["itself"] == 0 and by_method["exact"] < 4 * np.hypot(cmp.monte_carlo_error.max(), 4000**-0.5)
+    assert abs(cmp.table[cmp.table["method"] == "fit"]["mean_shift"].iloc[0]) < 4 * cmp.monte_carlo_error.max()
+    n_eff = num_effective(reference.sample_local("b", group_by_chain=True)["b"][..., 0])
+    assert np.isclose(cmp.monte_carlo_error["b[0]"], n_eff**-0.5)
+    everything = compare({"itself": reference}, reference, silo="b")
+    assert set(everything.table["parameter"]) == {"b[0]", "b[1]", "offset[0]", "offset[1]"}
+    with pytest.raises(KeyError, match="no silo is named 'york'"):
+        compare({"itself": reference}, reference, silo="york")
+    plain = given_fit(no_locals, regression(3, 2)())
+    with pytest.raises(ValueError, match="silo 's0' has no local sites to compare: leave silo= out"):
+        compare(plain, plain, silo="s0")
+
+
+def test_in_a_notebook(gaussian):
+    reference, _, _ = gaussian
+    shown = reference._repr_html_()
+    assert "2 chains of 500 draws" in shown and "0 divergences" in shown and shown.count("<tr") == 4
 
 
 def test_what_it_warns_of(gaussian):

@@ -37,6 +37,14 @@ def test_a_silo_may_be_named_shared() -> None:
         Silos({"shared": dict(y=normal(0, 0))})
 
 
+def test_in_a_notebook_a_row_a_silo() -> None:
+    silos = Silos({f"<s{j}>": dict(y=normal(0, j + 1), k=j) for j in range(12)}, shared=dict(knots=normal(2, 4)))
+    shown = silos._repr_html_()
+    assert shown.count("<tr>") == 11 and "... and 2 more" in shown and "knots float32[4]" in shown
+    assert "&lt;s3&gt;" in shown and "<s3>" not in shown
+    assert "float32[4]" in shown and "<th style='text-align:left'>k</th>" in shown
+
+
 def test_repr_shows_every_argument() -> None:
     silos = Silos([dict(x=normal(0, 3, 2), n=4)] * 12, shared=dict(k=normal(0, 5)))
     lines = repr(silos).splitlines()

@@ -86,10 +86,25 @@ def checked_arguments(silo: str | None, args: Mapping[str, Any]) -> dict[str, An
     checked = jax.tree_util.tree_map_with_path(lambda path, leaf: _checked_leaf(where, _path(path), leaf), plain)
     _check_integers_fit(where, checked)
     if silo is not None:
-        for path, leaf in leaves(checked):
-            if not isinstance(leaf, int) and leaf.ndim and leaf.shape[0] == 0:
-                raise ValueError(f"{where} {path!r} has 0 rows: remove silo {silo!r}, or give it rows")
+        _check_rows(silo, {path: leaf.shape[0] for path, leaf in leaves(checked) if np.ndim(leaf)})
     return checked
+
+
+def _check_rows(silo: str, rows: dict[str, int]) -> None:
+    """NumPyro has no plate of size 0, and padding no row to repeat."""
+    for path, number in rows.items():
+        if number:
+            continue
+        where = f"silo {silo!r}, argument {path!r} has 0 rows"
+        filled = next((other for other, n in rows.items() if n), None)
+        if filled is None:
+            raise ValueError(f"{where}: remove silo {silo!r}, or give it rows")
+        raise ValueError(
+            f"{where}, where {filled!r} has {rows[filled]}: remove silo {silo!r}, or give it rows. If {path!r} lists "
+            "what is missing, and here nothing is: pass a bool for each row in its place, and write "
+            "numpyro.sample(..., obs=y, obs_mask=present), or draw a value for every row and take "
+            "jnp.where(present, x, drawn)"
+        )
 
 
 def _check_integers_fit(where: str, args: Mapping[str, Any]) -> None:

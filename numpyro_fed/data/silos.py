@@ -13,14 +13,16 @@ partition has told which axes belong to the silos.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from html import escape
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
-from numpyro_fed.checks import warn_user
+from numpyro_fed.checks import agreeing, warn_user
 from numpyro_fed.data.inputs import check_alike, checked_arguments, describe, leaves, named_arguments
 
+SHOWN = 10  # silos that are listed
 LARGE = 1e8  # float32 keeps 7 digits: above this, differences of order one are lost
 
 _inside: ContextVar[str | None] = ContextVar("silo", default=None)
@@ -143,14 +145,27 @@ class Silos(Mapping[str, dict[str, Any]]):
 
     def __repr__(self) -> str:
         lines = [f"Silos: {self.num_silos}"]
-        shown = list(self._data.items())
-        for name, args in shown[:10]:
-            lines.append(f"  {name}: " + ", ".join(f"{path} {describe(leaf)}" for path, leaf in leaves(args)))
-        if len(shown) > 10:
-            lines.append(f"  ... and {len(shown) - 10} more")
+        lines += [f"  {name}: {_described(args)}" for name, args in list(self._data.items())[:SHOWN]]
+        if self.num_silos > SHOWN:
+            lines.append(f"  ... and {self.num_silos - SHOWN} more")
         if self.shared:
-            lines.append("  shared: " + ", ".join(f"{path} {describe(leaf)}" for path, leaf in leaves(self.shared)))
+            lines.append(f"  shared: {_described(self.shared)}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """A row a silo, a column an argument: types and shapes, no values."""
+        columns = [path for path, _ in leaves(self.own(self.names[0]))]
+        line = lambda cells, tag: "".join(f"<{tag} style='text-align:left'>{escape(cell)}</{tag}>" for cell in cells)
+        rows = [[name, *(describe(leaf) for _, leaf in leaves(self.own(name)))] for name in self.names[:SHOWN]]
+        body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
+        more = f"<p>... and {self.num_silos - SHOWN} more</p>" if self.num_silos > SHOWN else ""
+        shared = f"<p>shared: {escape(_described(self.shared))}</p>" if self.shared else ""
+        head = f"<table><thead><tr>{line(['silo', *columns], 'th')}</tr></thead>"
+        return f"<p><b>Silos</b>: {self.num_silos}</p>{head}<tbody>{body}</tbody></table>{more}{shared}"
+
+
+def _described(args: Mapping[str, Any]) -> str:
+    return ", ".join(f"{path} {describe(leaf)}" for path, leaf in leaves(args))
 
 
 def _check_apart(data: Mapping[str, Mapping[str, Any]], shared: Mapping[str, Any]) -> None:
@@ -172,11 +187,11 @@ def _warn_once_about_numbers(silos: Silos) -> None:
                 large.add(path)
     if doubles and not jax.config.read("jax_enable_x64"):
         warn_user(
-            f"{', '.join(sorted(doubles))} are float64 and will be computed in float32: call numpyro.enable_x64() "
+            f"{agreeing(doubles, 'is', 'are')} float64 and will be computed in float32: call numpyro.enable_x64() "
             "first, or pass float32",
         )
     if large:
         warn_user(
-            f"{', '.join(sorted(large))} have values above {LARGE:.0e}, where float32 loses differences of order one: "
-            "standardise them (nf.prepare.standardize)",
+            f"{agreeing(large, 'has', 'have')} values above {LARGE:.0e}, where float32 loses differences of order one: "
+            f"standardise {'it' if len(large) == 1 else 'them'} (nf.prepare.standardize)",
         )

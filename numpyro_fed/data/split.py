@@ -75,7 +75,11 @@ def split(
             raise ValueError(f"{index!r} must lie in 0..{sizes[index] - 1}, got {np.min(idx)}..{np.max(idx)}")
         empty = sizes[index] - len(owners)
         if empty:
-            warn_user(f"{empty} of {sizes[index]} groups of {index!r} have no rows and are left out")
+            one = empty == 1
+            warn_user(
+                f"{empty} of {sizes[index]} groups of {index!r} {'has' if one else 'have'} no rows and "
+                f"{'is' if one else 'are'} left out"
+            )
 
     for argument, value in arguments.items():
         if argument in groups:

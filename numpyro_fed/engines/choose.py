@@ -16,9 +16,10 @@ def default_engine(silos: Any) -> Engine:
 
 def check_engine(engine: Any, method: str, stateless: bool, silos: Any, everyone: bool, stale: bool) -> Engine:
     """The engine, if it goes with the silos, the method and the schedule; else an error that says what to type."""
-    if not isinstance(engine, Engine):
-        got = repr(engine) if isinstance(engine, str) else f"a {type(engine).__name__}"
-        raise TypeError(f"engine must be an engine such as nf.engines.Vmap(), got {got}")
+    if isinstance(engine, type) or not isinstance(engine, Engine):
+        kind = "the class" if isinstance(engine, type) else "a"
+        got = repr(engine) if isinstance(engine, str) else f"{kind} {_name(engine)}"
+        raise TypeError(f"engine must be an engine, got {got}: pass engine=nf.engines.{_meant(engine)}()")
     name = f"nf.engines.{type(engine).__name__}"
     if not silos.lazy:
         if engine.reads_store:
@@ -43,3 +44,13 @@ def check_engine(engine: Any, method: str, stateless: bool, silos: Any, everyone
             + ": pass schedule=nf.schedules.sampled(100)"
         )
     return engine
+
+
+def _name(engine: Any) -> str:
+    return engine.__name__ if isinstance(engine, type) else type(engine).__name__
+
+
+def _meant(engine: Any) -> str:
+    """The engine that a name or a class is like; else the default one."""
+    given = engine.lower() if isinstance(engine, str) else _name(engine).lower()
+    return next((name for name in ("Vmap", "Loopback", "Streamed") if name.lower() == given), "Vmap")

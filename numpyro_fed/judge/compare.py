@@ -143,8 +143,9 @@ def compare(
     num_samples: int = 4000,
     sites: Iterable[str] | None = None,
     joint: bool = True,
+    silo: str | None = None,
 ) -> Comparison:
-    """Compare the global posteriors of one or several fits with a reference.
+    """Compare the global posteriors of one or several fits with a reference, or those of a silo's locals.
 
     Args:
         fits: ``{label: fit}``, or one fit. A fit is what ``run`` returned, a ``Reference`` from ``nuts``, a NumPyro
@@ -156,6 +157,8 @@ def compare(
             are; else the sites that all have in common.
         joint: whether the printed comparison shows joint distances. They take seconds, once, when it is first printed;
             :attr:`Comparison.joint` has them in any case.
+        silo: the name of a silo whose local sites are compared, ``silo="york"``: of fits and of a ``Reference``, drawn
+            there; a dict of draws then is of that silo's sites.
 
     Constant parameters (the diagonal of a correlation matrix) are left out.
 
@@ -171,8 +174,16 @@ def compare(
     everyone = {REFERENCE: reference} | {str(label): fit for label, fit in methods.items()}
     if len(everyone) <= len(methods):
         raise ValueError(f"a method is labelled {REFERENCE!r}, or two alike: give each its own label")
-    draws = {who: _draws(who, what, k, num_samples) for (who, what), k in zip(everyone.items(), keys, strict=True)}
-    known = [who for who, what in everyone.items() if isinstance(what, Reference) or not _has_own_draws(what)]
+    draws = {
+        who: _draws(who, what, k, num_samples, silo) for (who, what), k in zip(everyone.items(), keys, strict=True)
+    }
+    known = {
+        who: _own_sites(what, draws[who], silo)
+        for who, what in everyone.items()
+        if isinstance(what, Reference) or not _has_own_draws(what)
+    }
+    if silo is not None and sites is None and known and not any(known.values()):
+        raise ValueError(f"silo {silo!r} has no local sites to compare: leave silo= out")
     names = _sites(draws, known, sites)
     flat = {who: scalars({name: values[name] for name in names}) for who, values in draws.items()}
     kept = {name: x.astype(np.float64) for name, x in flat.pop(REFERENCE).items() if not constant(x)}
@@ -185,7 +196,7 @@ def compare(
         for name, x in values.items()
     ]
     counts = {who: len(next(iter(values.values()))) for who, values in flat.items()}
-    return Comparison(pd.DataFrame(rows), _monte_carlo_error(reference, kept), counts, kept, flat, joint)
+    return Comparison(pd.DataFrame(rows), _monte_carlo_error(reference, kept, silo), counts, kept, flat, joint)
 
 
 # --- draws, whatever they come from -----------------------------------------------------------------------------------
@@ -209,9 +220,22 @@ def _has_own_draws(what: Any) -> bool:
     return isinstance(what, Mapping) or hasattr(what, "get_samples")
 
 
-def _draws(who: str, what: Any, key: Array, num_samples: int) -> dict[str, np.ndarray]:
+def _own_sites(what: Any, draws: Mapping[str, Any], silo: str | None) -> list[str]:
+    """The sites that belong to what is compared: of the globals' draws all, of a silo's those that live there."""
+    return [name for name in draws if silo is None or not what.split.partition[name].at_server]
+
+
+def _draws(who: str, what: Any, key: Array, num_samples: int, silo: str | None) -> dict[str, np.ndarray]:
     if _are_draws(what):
         found = what
+    elif isinstance(what, Reference) and silo is not None:
+        found = what.get_samples() | what.sample_local(silo)
+    elif silo is not None and hasattr(what, "get_samples"):
+        raise TypeError(
+            f"{who}: draws of an MCMC object are not sorted by silo: pass {{site: draws}} of {silo!r}'s sites"
+        )
+    elif silo is not None and hasattr(what, "sample_local"):
+        found = what.sample_local(key, num_samples, silo=silo)
     elif hasattr(what, "get_samples"):
         found = what.get_samples()
     elif hasattr(what, "sample"):
@@ -229,13 +253,15 @@ def _draws(who: str, what: Any, key: Array, num_samples: int) -> dict[str, np.nd
     return arrays
 
 
-def _sites(draws: dict[str, dict[str, np.ndarray]], known: list[str], sites: Iterable[str] | None) -> list[str]:
+def _sites(
+    draws: dict[str, dict[str, np.ndarray]], known: Mapping[str, list[str]], sites: Iterable[str] | None
+) -> list[str]:
     """The sites to compare: those asked for, those known to be global, or those in common."""
     listing = "; ".join(f"{who} has {', '.join(values) or 'no sites'}" for who, values in draws.items())
     if sites is not None:
         names = [sites] if isinstance(sites, str) else list(sites)
     elif known:
-        names = list(dict.fromkeys(name for who in known for name in draws[who]))
+        names = list(dict.fromkeys(name for own in known.values() for name in own))
     else:
         reference = draws[REFERENCE]
         # more sites on one side are local ones, or not of interest; more on both sides are a site under two names
@@ -282,13 +308,16 @@ def _cost(fit: Any) -> dict[str, Any]:
     }
 
 
-def _monte_carlo_error(reference: Any, kept: dict[str, np.ndarray]) -> pd.Series:
+def _monte_carlo_error(reference: Any, kept: dict[str, np.ndarray], silo: str | None) -> pd.Series:
     if not _has_own_draws(reference):  # a fit's draws are independent
         n_eff = {name: float(len(x)) for name, x in kept.items()}
     elif isinstance(reference, Mapping):
         n_eff = dict.fromkeys(kept, np.nan)
     else:
-        chains = scalars(reference.get_samples(group_by_chain=True), batch=2)
+        found = reference.get_samples(group_by_chain=True)
+        if silo is not None:
+            found = found | reference.sample_local(silo, group_by_chain=True)
+        chains = scalars(found, batch=2)
         n_eff = {name: num_effective(chains[name]) for name in kept}
     return pd.Series(n_eff, name="monte_carlo_error", dtype=float).rename_axis("parameter") ** -0.5
 

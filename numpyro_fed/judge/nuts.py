@@ -9,6 +9,7 @@ All data are in one place here: it is the judge of a federated run, not a part o
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from numpyro_fed.model.trace import Model
 from numpyro_fed.results.scalars import scalars
 
 Array = jax.Array
+SHOWN = 20  # rows of a notebook's table
 R_HAT = 1.05  # above this the chains have not mixed
 
 
@@ -99,8 +101,16 @@ class Reference:
 
     def __repr__(self) -> str:
         return (
-            f"Reference: NUTS, {self.num_chains} chains of {self.num_samples} draws, {self.seconds:.1f} s, "
-            f"{self.divergences} divergences; sites {', '.join(self.draws) or '(no global ones)'}"
+            f"Reference: NUTS, {_counted(self.num_chains, 'chain')} of {_counted(self.num_samples, 'draw')}, "
+            f"{self.seconds:.1f} s, "
+            f"{_counted(self.divergences, 'divergence')}; sites {', '.join(self.draws) or '(no global ones)'}"
+        )
+
+    def _repr_html_(self) -> str:
+        found = self.diagnostics()
+        more = f"<p>... and {len(found) - SHOWN} more: .diagnostics()</p>" if len(found) > SHOWN else ""
+        return (
+            f"<p>{escape(repr(self))}</p>{found.head(SHOWN).to_html(border=0, float_format='%.4g', na_rep='-')}{more}"
         )
 
 
@@ -213,11 +223,15 @@ def _flat(value: np.ndarray) -> np.ndarray:
     return value.reshape((-1, *value.shape[2:]))
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _warn(reference: Reference) -> None:
     if reference.divergences:
         warn_user(
-            f"{reference.divergences} of {reference.diverging.size} draws diverged: the reference may miss part of the "
-            "posterior. Pass target_accept_prob=0.95 or higher, or write the model non-centred"
+            f"{reference.divergences} of {_counted(reference.diverging.size, 'draw')} diverged: the reference may miss "
+            "part of the posterior. Pass target_accept_prob=0.95 or higher, or write the model non-centred"
         )
     table = reference.diagnostics()
     mixed = table["r_hat"].dropna()

@@ -110,6 +110,7 @@ class Factor(NamedTuple):
     redrawn: Callable | None = None  # (key, z, frame) -> gradient of log f at z, all observations redrawn given z
     num_obs: Callable | None = None  # () -> how many observations the factor holds; None: it holds none
     part: Callable | None = None  # (key, z) -> log f at z from a minibatch, right on average; None: there are none
+    by_rows: Callable | None = None  # (z, frame, nodes) -> log f at z by component of local rows; None: no locals
 
     def batch_of(self, num: int) -> int:
         """The largest power of two in ``batch`` that divides ``num``: a remainder would be compiled, too."""
@@ -174,8 +175,11 @@ def silo_factor(
             return split.log_silo(z, {}, theta, data)
         if marginal.kind == "joint":
             return jnp.mean(jax.vmap(lambda eps: joint(z, frame, eps))(nodes.eps))
+        return jnp.sum(by_rows(z, frame, nodes))
+
+    def by_rows(z: Array, frame: LocalLaplace, nodes: Nodes) -> Array:
         each = jax.vmap(lambda eps: log_ratios(z, frame, eps))(nodes.eps)
-        return jnp.sum(logsumexp(each + nodes.log_weight[:, None], axis=0))
+        return logsumexp(each + nodes.log_weight[:, None], axis=0)
 
     def joint(z: Array, frame: LocalLaplace, eps: dict) -> Array:
         log_det = frame.log_det()
@@ -212,7 +216,11 @@ def silo_factor(
     batch = int(np.clip(MOST_ELEMENTS // max(elements * each, 1), 1, 1024))
     count = partial(num_observations, split, data)
     part = None if batching is None else partial(_estimate, split, theta, data, batching)
-    return Factor(refit, log_f, nodes, joint, moments, shapes, batch, marginal.kind == "joint", redrawn, count, part)
+    known = marginal.kind in ("quadrature", "importance_weighted")
+    return Factor(
+        *(refit, log_f, nodes, joint, moments, shapes, batch, marginal.kind == "joint", redrawn, count, part),
+        by_rows if known else None,
+    )
 
 
 def _estimate(split: SplitModel, theta: dict, data: SiloData, batching: Batching, key: Array, z: Array) -> Array:

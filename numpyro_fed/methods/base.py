@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Left, Plan, Posterior, Program
-from numpyro_fed.checks import check_count, check_key, warn_user
+from numpyro_fed.checks import check_cohorts, check_count, check_key, warn_user
 from numpyro_fed.engines.base import Engine
 from numpyro_fed.engines.choose import check_engine, default_engine
 from numpyro_fed.engines.hearing import Gone
@@ -193,7 +193,7 @@ class Method:
     def _plan(self, silos: Any, schedule: Schedule, num_rounds: int | None, engine: Engine, check: bool) -> Plan:
         """What is known of the run before anybody is asked; what does not go together says so now."""
         names, stale = silos.names, schedules.stale(schedule)
-        cohort = schedule.cohorts(key_of(0), names, 0, 1)
+        cohort = check_cohorts(schedule.cohorts(key_of(0), names, 0, 1), names)
         if stale and not self.accepts_stale:
             raise ValueError(
                 f"nf.{type(self).__name__} needs replies to its newest broadcast, so it has no asynchronous schedule: "

@@ -26,6 +26,7 @@ from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.factorised_posterior import SitesPosterior
 from numpyro_fed.methods.laplace_start import laplace_start
+from numpyro_fed.methods.site_doubts import NOISE, Limits, doubted, judged
 from numpyro_fed.methods.site_rounds import UNHEARD, SitesServer, SitesSilo, site_rounds
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
@@ -38,8 +39,6 @@ from numpyro_fed.run.node_check import TOO_FAR, node_check
 from numpyro_fed.solvers import Solver
 
 Array = jax.Array
-LEAST_EFFECTIVE = 0.02  # of a silo's points or draws, below which its moments are noise
-NOISE = 5.0  # so many tolerances of Monte Carlo error may be left in the posterior by a solver that draws
 USUAL = 4  # rounds until nothing moves any more, as a rule
 NEARLY = 0.5  # sds that a posterior may still move when its nodes are checked
 MOST_DENSE = 500  # dimensions in which a matrix of natural parameters is still a good idea
@@ -116,6 +115,7 @@ class Factorised(Method):
         chosen = remembered(lambda: core._chosen(split, survey), core, ByIdentity(split), survey)
         posterior = self._posterior(split, chosen.marginal)
         rounds = self.sweeps * plan.sweep if plan.num_rounds is None else plan.num_rounds
+        improper = tuple(site.name for site in split.partition.sites if site.at_server and site.shape.improper)
         stops = self.tolerance > 0 and self.server_optim is None  # an optimiser's small steps are no rest
         phase = Phase(
             "rounds",
@@ -124,7 +124,7 @@ class Factorised(Method):
             begin_silo=lambda given, state, local: self._begin_silo(split, chosen.solver, given, state, local),
             num_rounds=rounds,
             done=(lambda info: bool(info["moving"][-1] < self._allowed(chosen.solver, plan))) if stops else None,
-            finish=lambda left, server, info: self._finish(chosen.solver, plan, left, server, info),
+            finish=lambda left, server, info: self._finish(chosen.solver, plan, left, server, info, improper),
             effort="some",
             looks_at_data=_looks(split, chosen, self.family),
             look=plan.sweep if stops else None,
@@ -275,49 +275,18 @@ class Factorised(Method):
         """Movement, in sds, below which rounds are at rest."""
         return self.tolerance * (NOISE if self._averaged(solver, plan) else 1.0)
 
-    def _finish(self, solver: Solver, plan: Plan, left: Left, server: SitesServer, info: dict[str, Any]) -> Left:
-        """Whether everybody was heard, nothing moves any more, and what was heard was worth hearing."""
-        moving, left = np.asarray(server.moving), left._replace(server=server)
-        silent = [plan.names[j] for j in np.flatnonzero(moving >= UNHEARD)[:6].tolist()]
-        if silent:
-            return _doubted(
-                left,
-                f"silo {', '.join(map(repr, silent[:5]))}{' and others' if len(silent) > 5 else ''} was not asked, or "
-                "nothing could be accepted from it: the posterior is not yet that of all silos. Run more rounds "
-                "(init_state=fit.state); if rounds are skipped (fit.history['skipped']), pass damping=0.5 or another "
-                "solver",
-                moving=True,
-            )
-        if self.max_move is not None:
-            held = np.any(np.asarray(info["held_back"])[-plan.sweep :], axis=0)
-            if np.any(held):
-                names = ", ".join(repr(plan.names[j]) for j in np.flatnonzero(held)[:5].tolist())
-                left = _doubted(
-                    left,
-                    f"silo {names} would still have moved the posterior by more than max_move={self.max_move:g} sds of "
-                    "its cavity in the last sweep, and was held back: compare it with the others, fit.conflict(), and "
-                    "look at its data; where it is right, raise max_move",
-                )
-        moves, allowed = float(info["moving"][-1]), self._allowed(solver, plan)
-        if moves >= allowed > 0:
-            averaged = allowed > self.tolerance
-            return _doubted(
-                left,
-                f"the posterior still moves by {moves:.2g} sds a sweep, "
-                f"{'or its Monte Carlo error is as large, ' if averaged else ''}above tolerance={self.tolerance:g}"
-                f"{f' x {NOISE:g}' if averaged else ''}: it is not yet the method's answer. Run more rounds, "
-                "run(..., init_state=fit.state); if it does not settle, pass damping=0.5 or another solver"
-                + (f", or one with more draws, {self.more_draws}" if solver.noisy else ""),
-                moving=True,
-            )
-        effective = float(info["ess"][-1])
-        if not effective >= LEAST_EFFECTIVE:  # not a number, where no point had a density
-            return _doubted(
-                left,
-                f"in the last round some silo had {effective:.1%} effective points or draws, too few for its moments: "
-                "pass solver=nf.solvers.HMC() with more chains, num_chains=100, or more points",
-            )
-        return left
+    def _finish(
+        self,
+        solver: Solver,
+        plan: Plan,
+        left: Left,
+        server: SitesServer,
+        info: dict[str, Any],
+        flat: tuple[str, ...] = (),
+    ) -> Left:
+        more = f", or one with more draws, {self.more_draws}" if solver.noisy else ""
+        limits = Limits(self.tolerance, self._allowed(solver, plan), self.max_move, more, flat)
+        return judged(left._replace(server=server), server, info, plan, limits)
 
 
 def _looks(split: SplitModel, chosen: Chosen, family: Any) -> int | None:
@@ -336,12 +305,8 @@ def _enough_nodes(chosen: Chosen, left: Left, shift: float) -> Left:
     if shift < TOO_FAR:
         return left
     num, name = chosen.marginal.num, type(chosen.solver).__name__
-    return _doubted(
+    return doubted(
         left,
         f"{num} quadrature nodes a row are too few: with {2 * num + 1} a mean would move by {shift:.2g} sds. Pass "
         f"solver=nf.solvers.{name}(num_nodes={2 * num + 1})",
     )
-
-
-def _doubted(left: Left, reason: str, moving: bool = False) -> Left:
-    return left._replace(reasons=(*left.reasons, reason), moving=left.moving or moving)

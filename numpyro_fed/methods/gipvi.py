@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from numpyro_fed.algorithm import Begun, FederatedAlgorithm, Left, Phase, Plan, Program
-from numpyro_fed.checks import check_count, format_names, is_number, warn_user
+from numpyro_fed.checks import check_count, is_number, silos_named, warn_user
 from numpyro_fed.gi import as_layers
 from numpyro_fed.local import minibatch
 from numpyro_fed.memo import ByIdentity, remembered
@@ -179,32 +179,29 @@ class GIPVI(Method):
     def _finish(self, survey: Survey, plan: Plan, left: Left, server: GIServer) -> Left:
         """Whether everybody was heard, and bounds and likelihoods are at rest."""
         visits, moving, climbs = (np.asarray(leaf) for leaf in (server.visits, server.moving, server.climbs))
-        named = lambda where: format_names([plan.names[j] for j in np.flatnonzero(where).tolist()], 5)
+        named = lambda where: silos_named([plan.names[j] for j in np.flatnonzero(where).tolist()])
         more = "run more rounds, run(..., init_state=fit.state)"
         lost, reasons = np.asarray(server.lost) > 0, []
         little = np.maximum(LITTLE, LEAST / np.array(survey.sizes)) if survey.known else LITTLE
         if np.any(lost):
             reasons.append(
-                f"the last answer of silo {named(lost)} was not finite, and was left out: standardise the inputs, "
+                f"the last answer of {named(lost)} was not finite, and was left out: standardise the inputs, "
                 "nf.prepare.standardize(silos, 'x'), or pass a smaller step, optim=optax.adam(1e-3)"
             )
         elif np.any(visits == 0):
-            reasons.append(
-                f"silo {named(visits == 0)} was not asked: the posterior is not yet that of all silos: {more}"
-            )
+            reasons.append(f"nobody asked {named(visits == 0)}: the posterior is not yet that of all silos: {more}")
         elif len(visits) > 1 and np.any(moving >= UNKNOWN):
             reasons.append(
-                f"silo {named(moving >= UNKNOWN)} was asked once, so nobody knows whether the posterior is at rest: "
-                f"{more}"
+                f"{named(moving >= UNKNOWN)} took part once, so nobody knows whether the posterior is at rest: {more}"
             )
         elif len(visits) > 1 and np.any(moving > 1):
             reasons.append(
-                f"the likelihood of silo {named(moving > 1)} changed by up to {(little * moving).max():.2g} nats an "
+                f"the likelihood of {named(moving > 1)} changed by up to {(little * moving).max():.2g} nats an "
                 f"observation in its last visit: {more}"
             )
         if np.any(climbs > 1):
             reasons.append(
-                f"the bound of silo {named(climbs > 1)} still rose by up to {(little * climbs).max():.2g} nats an "
+                f"the bound of {named(climbs > 1)} still rose by up to {(little * climbs).max():.2g} nats an "
                 f"observation in the last quarter of its steps: pass local_steps={2 * self.local_steps}, or {more}"
             )
         if self.local_steps < 2 * PARTS:

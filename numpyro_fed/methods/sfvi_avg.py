@@ -28,7 +28,7 @@ from numpyro.distributions.util import matrix_to_tril_vec, vec_to_tril_matrix
 from scipy.stats import chi2
 
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Lost, Phase, Plan
-from numpyro_fed.checks import check_count
+from numpyro_fed.checks import check_count, silos_named
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.guides.normal import GlobalBase
 from numpyro_fed.guides.posterior import GuidePosterior, theta_of
@@ -272,7 +272,7 @@ def _apart(split: SplitModel, survey: Survey, names: Any, info: dict[str, Any]) 
     distances are :math:`\chi^2_d (N / N_j - 1)`.
     """
     remedy = "so the average of silos' posteriors is not that of all data: use nf.SFVI, nf.EP or nf.PVI"
-    named = lambda places: f"silo {', '.join(repr(names[j]) for j in places[:5])}{' and others' * (len(places) > 5)}"
+    named = lambda places: silos_named([names[j] for j in places])
     widest = np.nan_to_num(info["_widest"][0])
     wide = np.flatnonzero(widest > WIDE * split.dim**0.25)
     if wide.size:

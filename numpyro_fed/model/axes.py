@@ -13,7 +13,8 @@ from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.inputs import leaves
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.model.provenance import Dependence
-from numpyro_fed.model.trace import Model, PartitionError, Tracing, abstract, first_line, growth, trace_shapes
+from numpyro_fed.model.refusals import models_own, told
+from numpyro_fed.model.trace import Model, PartitionError, Tracing, abstract, growth, trace_shapes
 
 
 class Component(NamedTuple):
@@ -69,18 +70,20 @@ def leading_lengths(silos: Silos) -> dict[str, dict[str, int]]:
 
 def find_components(
     model: Model, silos: Silos, reference: str, base: Tracing
-) -> tuple[list[Component], dict[str, str]]:
+) -> tuple[list[Component], dict[str, str], dict[str, str]]:
     """The own axes' candidates: sets of arguments with the same lengths in every silo that trace when doubled together.
 
     All arguments whose lengths differ between silos in the same way are taken as one axis, unless that puts it twice
     into a site (two crossed plates of the same sizes); of lengths equal everywhere, the smallest sets that trace.
 
-    Also returned: {argument: why it did not trace when it was last doubled}.
+    Also returned: {argument: why it did not trace when it was last doubled}. And of those that stayed
+    as they are because a line of the model refused them, its words.
     """
     lengths = leading_lengths(silos)
     kwargs = abstract(silos[reference])
     tried: dict[frozenset[str], Tracing | None] = {}
     failed: dict[str, str] = {}
+    own_words: set[str] = set()  # arguments of which the model itself says that they cannot be longer
 
     def attempt(paths: Iterable[str]) -> Tracing | None:
         key = frozenset(paths)
@@ -89,7 +92,10 @@ def find_components(
                 tried[key] = trace_shapes(model, _double(kwargs, key))
             except Exception as error:  # a shape error is an answer: these axes do not grow by themselves
                 tried[key] = None
-                failed.update(dict.fromkeys(key, f"{type(error).__name__}: {first_line(error)}"))
+                for path in key:
+                    if models_own(error) or path not in own_words:
+                        failed[path] = told(error)
+                own_words.update(key if models_own(error) else ())
         return tried[key]
 
     classes: dict[tuple[int, ...], list[str]] = {}
@@ -107,7 +113,8 @@ def find_components(
             doubled = attempt(found)
             assert doubled is not None
             components.append(Component(tuple(found), by_silo, doubled))
-    return components, failed
+    known = {path for component in components for path in component.arguments}
+    return components, failed, {path: failed[path] for path in lengths if path in own_words - known}
 
 
 def _grows_twice(base: Tracing, doubled: Tracing) -> bool:

@@ -27,6 +27,11 @@ from numpyro_fed.precision import UNOPTIMISED, compiled_once
 
 Array = jax.Array
 ASKED = 4  # silos, at most
+BY_INDEX = (
+    " If it puts drawn values in the places of missing ones (x.at[missing].set(drawn)): pass a bool for each row in "
+    "place of the indices, and write numpyro.sample(..., obs=y, obs_mask=present), or draw a value for every row and "
+    "take jnp.where(present, x, drawn)."
+)
 DRAWN = np.arange(
     4, dtype=np.int32
 )  # keys of the discrete values at which a split is checked: few rows might have equal values
@@ -164,6 +169,7 @@ def _explain(
             "padded rows its log density changes. Give one log density per row, computed from that row; what needs all "
             "rows (a mean, a number of rows) compute beforehand and pass as an argument; with the mean and standard "
             "deviation of all silos: nf.prepare.standardize(silos, ['x'])."
+            + (BY_INDEX if _scatters(split, cut, plain) else "")
         )
     for found, expected in _by_site(split, z, full, cut, plain, padded) if split.enumeration.variables else ():
         wrong = [site for site in found if not _close(float(found[site]), float(expected[site]))]
@@ -176,6 +182,12 @@ def _explain(
                 "numpyro.sample(f'state_{t}', ...)), or sum the latent out in the model."
             )
     return seen + "a term is counted twice or left out; list its site in local= or shared="
+
+
+def _scatters(split: SplitModel, cut: dict, plain: SiloData) -> bool:
+    """Whether the model puts values into an array by index; padded indices would put them there once more."""
+    terms = lambda z, local: split._log_probs(split.unravel(z) | split.unpack(local, plain.mask), split.theta, plain)[0]
+    return " scatter" in str(jax.make_jaxpr(terms)(jnp.zeros(split.dim), cut))
 
 
 def _by_site(

@@ -17,7 +17,9 @@ from numpyro_fed.model.lookups import lookups
 from numpyro_fed.model.partition_errors import (
     check_crossed,
     check_global,
+    check_improper,
     check_names,
+    check_refused,
     check_renumbered,
     check_shapes_between_silos,
     check_sites,
@@ -58,19 +60,21 @@ def partition(
     check_sites(base)
     own = {path for path, _ in leaves(silos.own(reference))}
     depends = dependence(model, silos[reference], own, base.sites)
-    components, failed = find_components(model, silos, reference, base)
+    components, failed, refused = find_components(model, silos, reference, base)
     axes, unclear = own_axes(base, components, silos, depends, local, shared)
     doubled = {axis.name: next(c.doubled for c in components if c.arguments == axis.arguments) for axis in axes}
     sites = _sites(base, axes, doubled, local, shared)
     plates = tuple(dict.fromkeys([p for axis in axes for p in axis.plates] + [p for p in local if p in base.plates]))
     if unclear:
         raise PartitionError(question(base, unclear[0], Partition(tuple(sites), tuple(axes), plates, silos.num_silos)))
+    check_refused(base, refused, sizes, reference, components, (*local, *shared))
     check_global(sites)
     axes += unused_axes(silos, sizes, axes, components, depends, failed)
     in_event = {axis for site in sites if site.shape.log_prob is not None for axis in _event_axes(site)}
     any_length = lambda axis: axis.name not in in_event and takes_any_length(model, silos[reference], axis)
     axes = [axis._replace(free=any_length(axis)) for axis in axes]
     sites = _place(sites, depends)
+    check_improper(sites, depends)
     check_shapes_between_silos(traces, sites, axes, reference)
     fixed = lambda found: not any(source.startswith(("site:", "param:")) for source in found)
     static = tuple(name for name, found in depends.support.items() if fixed(found))
@@ -78,6 +82,11 @@ def partition(
         looked_up = lookups(*by_input(model, silos[reference], own, base.sites))
         check_renumbered(looked_up, silos.renumbered, sites)
     notes = _hints(sites, depends, shared) if silos.num_silos > 1 else ()
+    notes += tuple(
+        f"{path!r} is taken as it is, for the model refuses twice as many rows ({said}): its rows are neither padded "
+        "nor drawn in minibatches"
+        for path, said in refused.items()
+    )
     return Partition(tuple(sites), tuple(axes), plates, silos.num_silos, reference, static, local, notes)
 
 

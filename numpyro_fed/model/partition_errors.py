@@ -8,6 +8,7 @@ from numpyro_fed.data.axis import Axis
 from numpyro_fed.model.axes import Component, followers
 from numpyro_fed.model.lookups import Lookup
 from numpyro_fed.model.partition_table import Partition, Site
+from numpyro_fed.model.provenance import Dependence
 from numpyro_fed.model.trace import Model, PartitionError, SiteShape, Tracing, changing_state
 
 
@@ -57,6 +58,35 @@ def check_sites(base: Tracing) -> None:
         raise PartitionError("the model has no observed site: it ignores the data. Pass obs= in a numpyro.sample.")
 
 
+def check_refused(
+    base: Tracing,
+    refused: dict[str, str],
+    sizes: dict[str, dict[str, int]],
+    reference: str,
+    components: list[Component],
+    named: tuple[str, ...],
+) -> None:
+    """Latents as long as an argument that the model itself refuses to take longer: nobody can tell whose they are."""
+    grown = {name for component in components for some in followers(base, component) for name in some}
+    for path, said in refused.items():
+        length = sizes[path][reference]
+        if set(sizes[path].values()) != {length}:  # ragged, and told as such
+            continue
+        for name, site in base.sites.items():
+            plates = [plate for plate, _, _ in site.plates]
+            if site.kind != "latent" or length not in (site.log_prob or ()) or grown & {name, *plates}:
+                continue
+            if {name, *plates} & set(named):
+                continue
+            what = plates[-1] if plates else name
+            raise PartitionError(
+                f"whether site {name!r}, of {length} like the rows of {path!r}, is each silo's own is found by "
+                f"doubling the rows, and the model refuses twice as many: {said}. Check sizes before the silos are "
+                f"made, not in the model; or type local=[{what!r}] if each silo has its own, shared=[{what!r}] if they "
+                "are the same in all silos."
+            )
+
+
 UNCLEAR = "global or local?"
 
 
@@ -84,6 +114,18 @@ def check_global(sites: list[Site]) -> None:
                 "to be summed over the same variable at once, and no silo can do that alone. Sum it out in the model "
                 "(for mixtures: dist.MixtureSameFamily); or, if it is each silo's own, put it into the silo's plate or "
                 f"type local=[{site.name!r}]."
+            )
+
+
+def check_improper(sites: list[Site], depends: Dependence) -> None:
+    """A flat prior that no other term speaks of stays flat."""
+    for site in sites:
+        itself = f"site:{site.name}"
+        terms = [name for name, found in depends.log_prob.items() if itself in found and name != site.name]
+        if site.shape.improper and not terms:
+            raise PartitionError(
+                f"the prior of site {site.name!r} ({site.shape.distribution}) is improper, and no other site depends "
+                "on it: its posterior is improper, too. Give it a proper prior (dist.Normal(0, 10)), or take it out."
             )
 
 

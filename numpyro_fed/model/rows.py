@@ -69,7 +69,7 @@ def find_components(split: SplitModel, key: Array, data: SiloData, z: Array, the
             agrees &= jnp.abs(by_label[site] / safe - (row + 1)) < 1e-3 * (row + 1)
             separable &= jnp.all(jnp.where(touched, agrees & (unit != 0), True))
             labels[group.name][site] = jnp.where(touched, row + starts[group.name], num)
-    component = _connected(labels, num)
+    component = connected(labels, num)
     by_row = {g.name: component[starts[g.name] : starts[g.name] + g.num_rows(data.mask)] for g in split.groups}
     by_term = {
         site: jnp.min(jnp.stack([jnp.append(component, num)[labels[g][site]] for g in labels]), axis=0)
@@ -82,7 +82,7 @@ def _offsets(groups: tuple[Group, ...], mask: dict[str, Array]) -> list[int]:
     return np.cumsum([0, *(group.num_rows(mask) for group in groups)])[:-1].tolist()
 
 
-def _connected(labels: dict[str, dict[str, Array]], num: int) -> Array:
+def connected(labels: dict[str, dict[str, Array]], num: int) -> Array:
     """The smallest id in each row's component: rows that meet in a term pass the smaller one on until nothing moves."""
     if len(labels) == 1:
         return jnp.arange(num)
@@ -104,7 +104,7 @@ def _connected(labels: dict[str, dict[str, Array]], num: int) -> Array:
     return jax.lax.while_loop(lambda carry: carry[1], moved, (jnp.arange(num), jnp.ones((), bool)))[0]
 
 
-def _dims(split: SplitModel, site: str, group: Group) -> list[int] | None:
+def dims_of(split: SplitModel, site: str, group: Group) -> list[int] | None:
     """The dims of a site's log density along which the group's rows lie, or None when it has other axes."""
     along = sorted(split.partition[site].axes)
     return [dim for _, dim in along] if [axis for axis, _ in along] == [axis for axis, _ in group.axes] else None
@@ -115,7 +115,7 @@ def add_aligned(split: SplitModel, terms: dict[str, Array], mask: dict[str, Arra
     group = split.groups[0]
     total, rest = jnp.zeros(group.num_rows(mask)), jnp.zeros(())
     for site, term in terms.items():
-        dims = _dims(split, site, group)
+        dims = dims_of(split, site, group)
         if dims is not None:
             total = total + jnp.sum(jnp.moveaxis(term, dims, range(len(dims))).reshape(total.shape[0], -1), axis=1)
         else:
@@ -151,7 +151,7 @@ def _aligned(split: SplitModel, data: SiloData, found: Components) -> Array:
     group, fine = split.groups[0], jnp.ones((), bool)
     num = group.num_rows(data.mask)
     for site, ids in found.terms.items():
-        dims = _dims(split, site, group)
+        dims = dims_of(split, site, group)
         if dims is None:
             fine &= jnp.all(ids == num)
             continue

@@ -13,14 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpyro import handlers
-from numpyro.distributions import Distribution, Unit, biject_to
+from numpyro.distributions import Distribution, ImproperUniform, Unit, biject_to
 from numpyro.infer import init_to_uniform
 from numpyro.infer.util import helpful_support_errors
 
 from numpyro_fed.data.inputs import leaves
+from numpyro_fed.model.refusals import first_line, models_own, told
 
 Model = Callable[..., Any]
 Shape = tuple[int, ...]
+BOUNDED = ("_Simplex", "_CorrCholesky", "_CorrMatrix", "_Circular", "_Sphere")  # and intervals
 
 
 class PartitionError(ValueError):
@@ -38,6 +40,7 @@ class SiteShape(NamedTuple):
     discrete: bool
     distribution: str
     support: tuple[int, ...] | None = None  # all values of a discrete latent, where they can be listed
+    improper: bool = False  # a latent whose prior has no total: flat, and without bounds
 
 
 class Tracing(NamedTuple):
@@ -147,7 +150,25 @@ def _site_shape(name: str, site: dict) -> SiteShape:
             transform = biject_to(support)
         unconstrained = jnp.shape(transform.inv(value))
     listed = enumerable(fn) if kind == "latent" and discrete else None
-    return SiteShape(kind, jnp.shape(value), log_prob, unconstrained, plates, discrete, label(fn), listed)
+    improper = kind == "latent" and _improper(fn)
+    return SiteShape(kind, jnp.shape(value), log_prob, unconstrained, plates, discrete, label(fn), listed, improper)
+
+
+def _improper(fn: Distribution) -> bool:
+    """A flat density (``ImproperUniform``, ``.mask(False)``) over a space without bounds.
+
+    >>> from numpyro.distributions import ImproperUniform, Normal, Uniform, constraints
+    >>> _improper(Normal(0, 1)), _improper(Normal(0, 1).mask(False)), _improper(Uniform(0, 1).mask(False))
+    (False, True, False)
+    """
+    masked = getattr(fn, "_mask", None)
+    if not isinstance(unwrapped(fn), ImproperUniform) and masked is not False:
+        return False
+    support = support_of(fn)
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    closed = hasattr(support, "lower_bound") and hasattr(support, "upper_bound")
+    return not closed and type(support).__name__ not in BOUNDED
 
 
 def enumerable(fn: Distribution) -> tuple[int, ...] | None:
@@ -245,17 +266,13 @@ def trace_silo(model: Model, silo: str, kwargs: Mapping[str, Any]) -> Tracing:
             f"{called}: it reads the values of an array to decide a shape or a branch. Pass such a number as an int "
             f"argument (num_counties=...) and use it in numpyro.plate. JAX said: {first_line(error)}"
         ) from error
-    except AssertionError as error:
-        if "unique names" in str(error):
-            raise PartitionError(f"{called}: {first_line(error)}. Give every sample site its own name.") from None
-        clash = "two plates use the same dim. Give each its own (dim=-1, dim=-2)."
-        raise PartitionError(f"{called}: {first_line(error) or clash}") from error
     except Exception as error:
-        raise PartitionError(f"{called}: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+        if isinstance(error, AssertionError) and "unique names" in str(error):
+            raise PartitionError(f"{called}: {first_line(error)}. Give every sample site its own name.") from None
+        if isinstance(error, AssertionError) and not str(error) and not models_own(error):  # NumPyro's, of plates
+            clash = "two plates use the same dim. Give each its own (dim=-1, dim=-2)."
+            raise PartitionError(f"{called}: {clash}") from error
+        raise PartitionError(f"{called}: {told(error)}") from error
 
 
 def check_signature(model: Model, kwargs: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """What a correction by importance sampling found, and the posterior whose globals are drawn from its points."""
 
+from html import escape
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -65,6 +66,17 @@ class Correction:
 
     def __repr__(self) -> str:
         return f"ess {self.ess:.0f} of {len(self.points)} points, k-hat {self.pareto_k:.2f}: {self.verdict()}"
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "effective points": f"{self.ess:.0f} of {len(self.points)}",
+            "Pareto k-hat": f"{self.pareto_k:.2f}",
+            "log evidence": f"{self.log_evidence:.2f}",
+            "verdict": self.verdict(),
+        }
+        cell = "style='text-align:left'"
+        rows = "".join(f"<tr><th {cell}>{n}</th><td {cell}>{escape(fact)}</td></tr>" for n, fact in facts.items())
+        return f"<p><b>Correction</b></p><table><tbody>{rows}</tbody></table>"
 
     def moments(self) -> tuple[np.ndarray, np.ndarray]:
         """Weighted mean and covariance, float64."""

@@ -1,6 +1,6 @@
 """Importance sampling: points of a Student t, and Pareto smoothed weights."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,12 +109,46 @@ def pareto_k(log_weights: jax.Array) -> jax.Array:
     >>> round(float(pareto_k(heavy / 5)), 1), float(pareto_k(jnp.zeros(64)))
     (0.4, -inf)
     """
-    num = log_weights.shape[0]
+    return _tail(jnp.sort(log_weights, axis=0) - jnp.max(log_weights, axis=0)).k
+
+
+@in_x64
+def smoothed_sets(log_weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """:func:`pareto_smoothed` of many sets of log weights (S, ...), over the first axis, in JAX, and their k-hats.
+
+    >>> log_weights, k = smoothed_sets(jnp.zeros((64, 2)))
+    >>> np.allclose(np.exp(np.asarray(log_weights)), 1 / 64), k.tolist()
+    (True, [-inf, -inf])
+    """
+    order = jnp.argsort(log_weights, axis=0)
+    ordered = jnp.take_along_axis(log_weights, order, axis=0) - jnp.max(log_weights, axis=0)
+    found = _tail(ordered)
+    num = found.x.shape[0]
+    beyond = -np.log1p(-(np.arange(num) + 0.5) / num).reshape(-1, *(1,) * (ordered.ndim - 1))
+    k = jnp.where(jnp.isfinite(found.k) & (jnp.abs(found.k) > np.finfo(float).eps), found.k, 1e-8)
+    tail = jnp.minimum(jnp.log(found.sigma * jnp.expm1(k * beyond) / k + found.least), 0.0)
+    tail = jnp.where(jnp.isfinite(found.k) & jnp.isfinite(tail), tail, ordered[-num:])
+    smooth = jnp.concatenate([ordered[:-num], tail])
+    back = jnp.take_along_axis(smooth, jnp.argsort(order, axis=0), axis=0)
+    return back - jax.scipy.special.logsumexp(back, axis=0), found.k
+
+
+class Tail(NamedTuple):
+    """The largest of sets of weights, and the generalised Pareto fitted to their excess over the next one."""
+
+    x: jax.Array  # (tail, ...), ascending
+    least: jax.Array
+    k: jax.Array
+    sigma: jax.Array
+
+
+def _tail(ordered: jax.Array) -> Tail:
+    """Of log weights (S, ...), ascending, whose largest are 0."""
+    num = ordered.shape[0]
     tail = int(np.ceil(min(num / 5, 3 * np.sqrt(num))))
-    ordered = jnp.sort(log_weights, axis=0) - jnp.max(log_weights, axis=0)
     tiny = jnp.finfo(ordered.dtype).tiny
     least = jnp.maximum(jnp.exp(ordered[-tail - 1]), tiny)
-    x = jnp.maximum(jnp.exp(ordered[-tail:]) - least, tiny)  # ascending
+    x = jnp.maximum(jnp.exp(ordered[-tail:]) - least, tiny)
     grid = np.arange(1, 30 + int(np.sqrt(tail)) + 1) - 0.5
     spread = jnp.asarray(1 - np.sqrt(len(grid) / grid), x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
     b = 1 / x[-1] + spread / (3 * x[int(tail / 4 + 0.5) - 1])
@@ -122,6 +156,7 @@ def pareto_k(log_weights: jax.Array) -> jax.Array:
     k = jax.lax.map(k_of, b)
     likelihood = tail * (jnp.log(-b / k) - k - 1)
     mean = jnp.sum(jax.nn.softmax(jnp.where(jnp.isnan(likelihood), -jnp.inf, likelihood), axis=0) * b, axis=0)
-    found = (tail * k_of(mean) + 10 * 0.5) / (tail + 10)
+    at_mean = k_of(mean)
+    found = (tail * at_mean + 10 * 0.5) / (tail + 10)
     found = jnp.where(jnp.isnan(found), jnp.inf, found)  # one weight is all there is
-    return jnp.where(ordered[0] > -EQUAL, -jnp.inf, found)
+    return Tail(x, least, jnp.where(ordered[0] > -EQUAL, -jnp.inf, found), -at_mean / mean)

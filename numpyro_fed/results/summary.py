@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from numpyro.diagnostics import hpdi
 
+from numpyro_fed.checks import sentences
 from numpyro_fed.model.partition_table import Partition
 from numpyro_fed.results.scalars import scalars
 from numpyro_fed.results.value import Fitted
@@ -71,7 +72,7 @@ def _facts(fit: Fitted) -> dict[str, str]:
     if fit.correction is not None:
         facts["correction"] = repr(fit.correction)
     verdict = fit.verdict
-    facts["verdict"] = ": ".join([verdict.status, *([" ".join(verdict.reasons)] if verdict.reasons else [])])
+    facts["verdict"] = ": ".join([verdict.status, *([sentences(verdict.reasons)] if verdict.reasons else [])])
     facts["global sites"] = ", ".join(fit.split.partition.global_sites) or "none"
     facts["local sites"] = ", ".join(fit.split.partition.local_sites) or "none"
     return facts

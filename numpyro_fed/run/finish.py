@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from numpyro_fed.algorithm import Left, Posterior
-from numpyro_fed.checks import VerdictWarning, warn_user
+from numpyro_fed.checks import VerdictWarning, sentences, warn_user
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import Again, State
 from numpyro_fed.results.value import UNASKED
@@ -61,7 +61,7 @@ def finished(
 def warn_of_verdict(method: str, fit: Fit) -> None:
     """A fit that is to be doubted says so once."""
     if fit.verdict.warns:
-        told = f"{method}: the verdict is {fit.verdict.status!r}. {' '.join(fit.verdict.reasons)}"
+        told = f"{method}: the verdict is {fit.verdict.status!r}. {sentences(fit.verdict.reasons)}"
         warn_user(f"{told} (All of it: fit.verdict)", VerdictWarning)
 
 

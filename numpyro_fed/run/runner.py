@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Left, Phase, PyTree
-from numpyro_fed.checks import warn_user
+from numpyro_fed.checks import check_cohorts, warn_user
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import ahead, wire
 from numpyro_fed.engines.base import Engine, Sent, sent
@@ -301,7 +301,7 @@ class Runner:
         return folded(self.key, COHORTS)
 
     def cohorts(self, first: int, count: int) -> Any:
-        return self.schedule.cohorts(self._cohort_key, self.stack.names, first, count)
+        return check_cohorts(self.schedule.cohorts(self._cohort_key, self.stack.names, first, count), self.stack.names)
 
     # --- what is counted ----------------------------------------------------------------------------------------------
 
