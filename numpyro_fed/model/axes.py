@@ -108,7 +108,7 @@ def find_components(
 
 
 def _apart(model: Model, kwargs: Mapping[str, Any], members: list[str], attempt: Any) -> Any:
-    """``attempt`` for members that have one element everywhere: one broadcasts against two, but two not against four."""
+    """``attempt`` for members that have one element everywhere: one broadcasts with two, but two do not with four."""
     longer = _double(kwargs, members)
     if not _traces(model, longer):  # they do not all grow
         return attempt

@@ -219,3 +219,12 @@ FLAWS = {
     "broadcast": "broadcast to n x n|they would broadcast|would be counted",
     "mean of rows": "mixes rows|rows .* are combined",
 }
+
+# What cannot be summed out, as the message says it: a joint event of rows, or latents whose rows differ.
+DISCRETE_LIMITS = "|".join(
+    (
+        "depends on more than one element of a discrete latent",
+        "cannot be summed out row by row",
+        "lie in crossed plates and meet",
+    )
+)
