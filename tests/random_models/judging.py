@@ -9,7 +9,6 @@ import numpy as np
 from numpyro import handlers
 
 import numpyro_fed as nf
-from numpyro_fed.data.padding import silo_data
 from numpyro_fed.data.stack import stack_of
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.certificate import certify
@@ -36,8 +35,7 @@ class Densities(NamedTuple):
     """Of all silos, in the order of their names."""
 
     prior: Any  # the server's term, ours
-    plain: tuple[Any, ...]  # log_silo without padding
-    padded: tuple[Any, ...]  # as the silo lies in its bucket
+    silo: tuple[Any, ...]  # log_silo, ours, padded as the silo lies in its bucket
     joint: tuple[Any, ...]  # NumPyro's, of each silo with the server's terms
     server: Any  # NumPyro's own server's terms, as the first silo sees them
 
@@ -129,7 +127,9 @@ def _densities(program: Program, written: Written, model: Any, silos: nf.Silos, 
     params = {name: noise(()) for name in sorted(expected.params)}
     stack = stack_of(silos, silos, split.spec, split.partition.axes)
     padded = {name: stack.data(name) for name in silos.names}
-    plain = {name: silo_data(silos, name, split.spec, split.partition.axes) for name in silos.names}
+    plain = {
+        name: {axis.name: np.ones(axis.lengths[name], bool) for axis in split.partition.axes} for name in silos.names
+    }
     real = {
         name: {group.name: np.asarray(split.row_mask(group, padded[name].mask)) for group in split.groups}
         for name in silos.names
@@ -137,12 +137,11 @@ def _densities(program: Program, written: Written, model: Any, silos: nf.Silos, 
 
     def evaluate(common: Values, local: dict[str, Values], params: Values) -> Densities:
         z = split.ravel(common)
-        rows = {name: split.pack(local[name], plain[name].mask) for name in silos.names}
+        rows = {name: split.pack(local[name], plain[name]) for name in silos.names}
         wide = {name: _widened(rows[name], real[name]) for name in silos.names}
         ignored = {name: _ignored(program, written.own[name]) for name in silos.names}
         return Densities(
             split.log_prior(z, params),
-            tuple(split.log_silo(z, rows[name], params, plain[name]) for name in silos.names),
             tuple(split.log_silo(z, wide[name], params, padded[name]) for name in silos.names),
             tuple(
                 joint(model, silos[name], common | local[name], params, known[name][1], ignored[name])
@@ -178,11 +177,7 @@ def _compare(found: Densities, names: tuple[str, ...]) -> str:
     near = lambda ours, theirs: np.isfinite(theirs) and abs(ours - theirs) <= DIGITS * (1 + abs(theirs))
     if not near(found.prior, found.server):
         return f"log_prior is {found.prior}, NumPyro's server terms are {found.server}"
-    for name, plain, padded, whole in zip(names, found.plain, found.padded, found.joint, strict=True):
-        if not np.isfinite(whole):
-            return f"silo {name}: NumPyro's log density is {whole}"
-        if not near(found.prior + plain, whole):
-            return f"silo {name}: log_prior + log_silo is {found.prior + plain}, NumPyro's {whole}"
-        if not near(padded, plain):
-            return f"silo {name}: log_silo is {padded} with padding, {plain} without"
+    for name, own, whole in zip(names, found.silo, found.joint, strict=True):
+        if not near(found.prior + own, whole):
+            return f"silo {name}: log_prior + log_silo, padded, is {found.prior + own}, NumPyro's {whole}"
     return ""

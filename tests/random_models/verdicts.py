@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ STATUSES = ("trusted", "correct it", "still moving", "not to be trusted")
 
 def conclude(program: Program, method: str) -> Outcome:
     """The verdict's status, "refused" with the reason, or "wrong"."""
-    written = write(program)
+    written = write(replace(program, param=program.param and method != "EP"))  # which has no way to learn params
     make, num_rounds = METHODS[method]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", nf.VerdictWarning)
