@@ -191,3 +191,24 @@ def test_a_count_that_happens_to_be_the_number_of_rows_is_asked_about() -> None:
     part = nf.partition(grouped, silos, shared="regions")
     assert (part.global_sites, part.local_sites) == (("m",), ("b",))
     assert [sorted(axis.arguments) for axis in part.axes] == [["at", "y"], ["region", "u", "v"]]
+
+
+def test_counts_of_two_plates_that_happen_to_be_equal() -> None:
+    """Something is seen of each region; of the groups, which lie in regions, nothing, so they are asked about."""
+
+    def model(num_groups, num_regions, region, v, at, y):
+        with numpyro.plate("regions", num_regions):
+            m = numpyro.sample("m", dist.Normal(0, 1))
+            numpyro.sample("v", dist.Normal(m, 1), obs=v)
+        with numpyro.plate("groups", num_groups):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal((m[region] + b)[at], 1), obs=y)
+
+    real, index = np.ones(3, "f"), np.zeros(3, int)
+    silos = nf.Silos([dict(num_groups=3, num_regions=3, region=index, v=real, at=index[:2], y=real[:2])] * 2)
+    with pytest.raises(nf.PartitionError, match=r"local=\['groups'\]"):
+        nf.partition(model, silos)
+    axes = nf.partition(model, silos, local="groups").axes
+    found = sorted(sorted(axis.arguments) for axis in axes)
+    assert found == [["at", "y"], ["num_groups", "region"], ["num_regions", "v"]]

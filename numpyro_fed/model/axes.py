@@ -75,6 +75,7 @@ def find_components(
     """
     lengths = leading_lengths(silos)
     kwargs = abstract(silos[reference])
+    ints = {path for path, leaf in leaves(kwargs) if isinstance(leaf, int)}
     tried: dict[frozenset[str], Tracing | None] = {}
     failed: dict[str, str] = {}
 
@@ -99,7 +100,10 @@ def find_components(
             sets = [members]
         else:
             alone = set(vector) == {1} and len(members) > 1
-            sets = _smallest_sets(members, _apart(model, kwargs, members, attempt) if alone else attempt, depends)
+            counts = [path for path in members if path in ints]
+            sets = _smallest_sets(
+                members, counts, _apart(model, kwargs, members, attempt) if alone else attempt, depends
+            )
         for found in sets:
             doubled = attempt(found)
             assert doubled is not None
@@ -132,14 +136,20 @@ def _grows_twice(base: Tracing, doubled: Tracing) -> bool:
     return False
 
 
-def _smallest_sets(members: list[str], attempt: Any, depends: Dependence) -> list[list[str]]:
-    """Disjoint smallest sets of the class; those that cannot do without one another are one."""
+def _smallest_sets(members: list[str], counts: list[str], attempt: Any, depends: Dependence) -> list[list[str]]:
+    """Disjoint smallest sets of the class; those that cannot do without one another are one.
+
+    Arrays come first, each with those that are in a term with it, and perhaps with one of the ``counts``, the ints of
+    the class; what is left of these is last.
+    """
     sets: list[list[str]] = []
-    for path in members:
+    for path in sorted(members, key=counts.__contains__):
         if any(path in one for one in sets):
             continue
         left = [m for m in members if not any(m in one for one in sets)]
-        found = _smallest(path, [_related(path, members, depends), left], members, attempt)
+        near = _related(path, members, depends)
+        counted = [[*near, count] for count in counts if count in left and count not in near]
+        found = _smallest(path, [near, *counted, left], members, attempt)
         if found is None:
             continue
         overlapping = [one for one in sets if set(one) & set(found)]
