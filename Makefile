@@ -13,10 +13,10 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-slow lint types tests doctests demo bench docs format clean
+.PHONY: help env test test-slow lint types tests doctests random-models soak demo bench docs format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 env: $(STAMP)  ## create .venv with the locked versions and this package in it
 
@@ -54,6 +54,14 @@ test-slow: $(STAMP)  ## slow tests: experiments of papers, accuracy, examples, e
 doctests: $(STAMP)  ## the examples in the docstrings
 	@$(FIRST_IMPORT)
 	$(PYTEST) --doctest-modules numpyro_fed
+
+# Each program is compiled for two or three calls: not optimised.
+random-models: $(STAMP)  ## N models at random: counts of right, asked, refused and wrong (VERDICTS=1: runs of EP and SFVI)
+	PYTHONPATH=tests XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false" \
+		$(RUN) -m random_models $(or $(N),1000) $(if $(VERDICTS),--verdicts)
+
+soak: $(STAMP)  ## 100,000 rounds, 1,000 runs and 1,000 silos in one process: does anything grow?
+	$(RUN) -m benchmarks.soak --log docs/soak.md $(SOAK)
 
 demo: $(STAMP)  ## the six cities example, from data to comparison
 	$(RUN) examples/six_cities.py

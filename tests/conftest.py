@@ -6,7 +6,14 @@ import pytest
 import numpyro_fed as nf
 
 # Tests that share nothing: any worker may take one. Those of other files stay together, and share compiled programs.
-FREE = ("test_split_model", "test_partition", "test_survey", "test_enumeration", "test_bad_inputs")
+FREE = (
+    "test_split_model",
+    "test_partition",
+    "test_survey",
+    "test_enumeration",
+    "test_bad_inputs",
+    "test_random_models",
+)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro import handlers
 
 import numpyro_fed as nf
 from numpyro_fed import keys
@@ -111,3 +112,103 @@ def test_identities_have_64_bits_and_must_differ(monkeypatch):
     monkeypatch.setattr(keys, "identity", same)
     with pytest.raises(ValueError, match=r"silos 'a' and 'b' would draw the same random numbers.*rename"):
         keys.identities(["a", "b"])
+
+
+# --- found by random models -------------------------------------------------------------------------------------------
+
+
+def test_a_param_beside_weights() -> None:
+    """A param's start was read off a call with weights of zero, which NumPyro refuses."""
+
+    def model(y, weight):
+        shift = numpyro.param("shift", 0.1)
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", y.shape[0]), handlers.scale(scale=weight):
+            numpyro.sample("y", dist.Normal(mu + shift, 1), obs=y)
+
+    silos = nf.Silos([dict(y=np.ones(n, "f"), weight=np.full(n, 0.5, "f")) for n in (2, 3)])
+    split, *_ = nf.SFVI(model).prepare(silos)
+    np.testing.assert_allclose(split.theta["shift"], 0.1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_silos", [1, 2])
+def test_one_row_in_every_silo(num_silos: int) -> None:
+    """One row broadcasts: x alone can be doubled, but lies along the same axis as y."""
+
+    def model(x, y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([y.shape[0]]))
+        numpyro.factor("y", dist.Normal(mu + b + x, 1).log_prob(y))
+
+    one = np.ones(1, "f")
+    part = nf.partition(model, nf.Silos([dict(x=one, y=one)] * num_silos))
+    assert part.local_sites == ("b",)
+    (axis,) = part.axes
+    assert set(axis.arguments) == {"x", "y"}
+
+
+def test_one_group_in_every_silo_of_one_row() -> None:
+    """A count that is one everywhere is no axis of the rows, which are one everywhere, too: it is asked about."""
+
+    def model(num_groups, group, y):
+        with numpyro.plate("groups", num_groups):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(b[group], 1), obs=y)
+
+    silos = nf.Silos([dict(num_groups=1, group=np.zeros(1, int), y=np.ones(1, "f"))] * 2)
+    with pytest.raises(nf.PartitionError, match=r"local=\['groups'\]"):
+        nf.partition(model, silos)
+    assert nf.partition(model, silos, shared="groups").global_sites == ("b",)
+
+
+def counted(k, x, y):
+    with numpyro.plate("items", k):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(b.sum() + x, 1), obs=y)
+
+
+def grouped(num_regions, region, u, v, at, y):
+    """Groups in regions, as many of each as there are rows; something is seen of groups and rows."""
+    with numpyro.plate("regions", num_regions):
+        m = numpyro.sample("m", dist.Normal(0, 1))
+    with numpyro.plate("groups", u.shape[0]):
+        b = numpyro.sample("b", dist.Normal(m[region] + u, 1))
+        numpyro.sample("v", dist.Normal(b, 1), obs=v)
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(b[at], 1), obs=y)
+
+
+def test_a_count_that_happens_to_be_the_number_of_rows_is_asked_about() -> None:
+    """Whatever its name: it was taken for the rows where it came first in the alphabet."""
+    real, index = np.ones(3, "f"), np.zeros(3, int)
+    with pytest.raises(nf.PartitionError, match=r"local=\['items'\]"):
+        nf.partition(counted, nf.Silos([dict(k=3, x=real, y=real)] * 2))
+    silos = nf.Silos([dict(num_regions=3, region=index, u=real, v=real, at=index, y=real)] * 2)
+    with pytest.raises(nf.PartitionError, match=r"local=\['regions'\]"):
+        nf.partition(grouped, silos)
+    part = nf.partition(grouped, silos, shared="regions")
+    assert (part.global_sites, part.local_sites) == (("m",), ("b",))
+    assert [sorted(axis.arguments) for axis in part.axes] == [["at", "y"], ["region", "u", "v"]]
+
+
+def test_counts_of_two_plates_that_happen_to_be_equal() -> None:
+    """Something is seen of each region; of the groups, which lie in regions, nothing, so they are asked about."""
+
+    def model(num_groups, num_regions, region, v, at, y):
+        with numpyro.plate("regions", num_regions):
+            m = numpyro.sample("m", dist.Normal(0, 1))
+            numpyro.sample("v", dist.Normal(m, 1), obs=v)
+        with numpyro.plate("groups", num_groups):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal((m[region] + b)[at], 1), obs=y)
+
+    real, index = np.ones(3, "f"), np.zeros(3, int)
+    silos = nf.Silos([dict(num_groups=3, num_regions=3, region=index, v=real, at=index[:2], y=real[:2])] * 2)
+    with pytest.raises(nf.PartitionError, match=r"local=\['groups'\]"):
+        nf.partition(model, silos)
+    axes = nf.partition(model, silos, local="groups").axes
+    found = sorted(sorted(axis.arguments) for axis in axes)
+    assert found == [["at", "y"], ["num_groups", "region"], ["num_regions", "v"]]

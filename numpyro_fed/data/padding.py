@@ -58,14 +58,21 @@ class CallSpec(NamedTuple):
         return jax.tree.unflatten(self.own_structure, own) | jax.tree.unflatten(self.shared_structure, common)
 
     def dummy(self) -> SiloData:
-        """Data of the right shapes and no content, for terms that do not depend on data."""
+        """Data of the right shapes and no content, for terms that do not depend on data.
+
+        Real numbers are ones: NumPyro's ``handlers.scale`` refuses weights of zero.
+        """
         lengths = self.example
         args = tuple(
-            jnp.zeros((lengths[leaf.axis], *leaf.shape[1:]) if leaf.axis else leaf.shape, leaf.dtype)
+            _nothing((lengths[leaf.axis], *leaf.shape[1:]) if leaf.axis else leaf.shape, leaf.dtype)
             for leaf in self.own
             if leaf.dtype is not None and leaf.shape is not None
         )
         return SiloData(args, {axis: jnp.ones(n, bool) for axis, n in lengths.items()}, ())
+
+
+def _nothing(shape: tuple[int, ...], dtype: str) -> Any:
+    return (jnp.ones if jnp.issubdtype(dtype, jnp.floating) else jnp.zeros)(shape, dtype)
 
 
 def call_spec(silos: Silos, axes: tuple[Axis, ...]) -> CallSpec:

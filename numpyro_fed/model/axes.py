@@ -50,11 +50,7 @@ def _with_lengths(kwargs: Mapping[str, Any], paths: Iterable[str], change: Calla
 
 def takes_any_length(model: Model, kwargs: Mapping[str, Any], axis: Axis) -> bool:
     """Whether the model can be traced with one element more (a reshape to four columns, say, could not)."""
-    try:
-        trace_shapes(model, _with_lengths(abstract(kwargs), axis.arguments, lambda length: length + 1))
-    except Exception:  # a shape error is an answer
-        return False
-    return True
+    return _traces(model, _with_lengths(abstract(kwargs), axis.arguments, lambda length: length + 1))
 
 
 def leading_lengths(silos: Silos) -> dict[str, dict[str, int]]:
@@ -69,7 +65,7 @@ def leading_lengths(silos: Silos) -> dict[str, dict[str, int]]:
 
 
 def find_components(
-    model: Model, silos: Silos, reference: str, base: Tracing
+    model: Model, silos: Silos, reference: str, base: Tracing, depends: Dependence
 ) -> tuple[list[Component], dict[str, str], dict[str, str]]:
     """The own axes' candidates: sets of arguments with the same lengths in every silo that trace when doubled together.
 
@@ -81,6 +77,7 @@ def find_components(
     """
     lengths = leading_lengths(silos)
     kwargs = abstract(silos[reference])
+    ints = {path for path, leaf in leaves(kwargs) if isinstance(leaf, int)}
     tried: dict[frozenset[str], Tracing | None] = {}
     failed: dict[str, str] = {}
     own_words: set[str] = set()  # arguments of which the model itself says that they cannot be longer
@@ -108,13 +105,33 @@ def find_components(
         if together is not None and not _grows_twice(base, together):
             sets = [members]
         else:
-            sets = _smallest_sets(members, attempt)
+            alone = set(vector) == {1} and len(members) > 1
+            counts = [path for path in members if path in ints]
+            sets = _smallest_sets(
+                members, counts, _apart(model, kwargs, members, attempt) if alone else attempt, depends
+            )
         for found in sets:
             doubled = attempt(found)
             assert doubled is not None
             components.append(Component(tuple(found), by_silo, doubled))
     known = {path for component in components for path in component.arguments}
     return components, failed, {path: failed[path] for path in lengths if path in own_words - known}
+
+
+def _apart(model: Model, kwargs: Mapping[str, Any], members: list[str], attempt: Any) -> Any:
+    """``attempt`` for members that have one element everywhere: one broadcasts with two, but two do not with four."""
+    longer = _double(kwargs, members)
+    if not _traces(model, longer):  # they do not all grow
+        return attempt
+    return lambda paths: attempt(paths) if _traces(model, _double(longer, paths)) else None
+
+
+def _traces(model: Model, kwargs: Mapping[str, Any]) -> bool:
+    try:
+        trace_shapes(model, kwargs)
+    except Exception:  # a shape error is an answer
+        return False
+    return True
 
 
 def _grows_twice(base: Tracing, doubled: Tracing) -> bool:
@@ -126,13 +143,20 @@ def _grows_twice(base: Tracing, doubled: Tracing) -> bool:
     return False
 
 
-def _smallest_sets(members: list[str], attempt: Any) -> list[list[str]]:
-    """Disjoint smallest sets of the class; those that cannot do without one another are one."""
+def _smallest_sets(members: list[str], counts: list[str], attempt: Any, depends: Dependence) -> list[list[str]]:
+    """Disjoint smallest sets of the class; those that cannot do without one another are one.
+
+    Arrays come first, each with those that are in a term with it, and perhaps with one of the ``counts``, the ints of
+    the class; what is left of these is last.
+    """
     sets: list[list[str]] = []
-    for path in members:
+    for path in sorted(members, key=counts.__contains__):
         if any(path in one for one in sets):
             continue
-        found = _smallest(path, [m for m in members if not any(m in one for one in sets)], members, attempt)
+        left = [m for m in members if not any(m in one for one in sets)]
+        near = _related(path, members, depends)
+        counted = [[*near, count] for count in counts if count in left and count not in near]
+        found = _smallest(path, [near, *counted, left], members, attempt)
         if found is None:
             continue
         overlapping = [one for one in sets if set(one) & set(found)]
@@ -142,13 +166,19 @@ def _smallest_sets(members: list[str], attempt: Any) -> list[list[str]]:
     return sets
 
 
-def _smallest(path: str, left: list[str], members: list[str], attempt: Any) -> list[str] | None:
+def _related(path: str, members: list[str], depends: Dependence) -> list[str]:
+    """The argument, and those that are in a term with it: a count of groups, as many as there are rows, is not."""
+    terms = [found for part in (depends.log_prob, depends.value) for found in part.values() if f"arg:{path}" in found]
+    return [m for m in members if m == path or any(f"arg:{m}" in found for found in terms)]
+
+
+def _smallest(path: str, first: list[list[str]], members: list[str], attempt: Any) -> list[str] | None:
     """A smallest set of class members that contains ``path`` and traces when doubled together, or None."""
     others = [other for other in members if other != path]
     # most often all grow together; or one or two are of another kind (a vector of features as long as the rows)
     most = [[m for m in members if m not in out] for k in (1, 2) for out in itertools.combinations(others, k)]
     few = [[path, *some] for k in (0, 1, 2) for some in itertools.combinations(others[:7], k)]
-    candidates = [left, members, *most[: 4 * len(members)], *few]
+    candidates = [*first, members, *most[: 4 * len(members)], *few]
     current = next((group for group in candidates if attempt(group) is not None), None)
     if current is None:
         return None

@@ -60,7 +60,7 @@ def partition(
     check_sites(base)
     own = {path for path, _ in leaves(silos.own(reference))}
     depends = dependence(model, silos[reference], own, base.sites)
-    components, failed, refused = find_components(model, silos, reference, base)
+    components, failed, refused = find_components(model, silos, reference, base, depends)
     axes, unclear = own_axes(base, components, silos, depends, local, shared)
     doubled = {axis.name: next(c.doubled for c in components if c.arguments == axis.arguments) for axis in axes}
     sites = _sites(base, axes, doubled, local, shared)

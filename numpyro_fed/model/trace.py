@@ -19,6 +19,9 @@ from numpyro.infer.util import helpful_support_errors
 
 from numpyro_fed.data.inputs import leaves
 from numpyro_fed.model.refusals import first_line, models_own, told
+from numpyro_fed.threads import separate_handlers
+
+separate_handlers()  # before the first model is traced
 
 Model = Callable[..., Any]
 Shape = tuple[int, ...]

@@ -236,11 +236,11 @@ def loo(fit: Fitted, rng_key: Any, num_samples: int, by: str | None, engine: Eng
     centre = np.exp(log_weights) @ points.astype(np.float64) / np.sum(np.exp(log_weights))
     with jax.enable_x64(True):
         weights = jnp.asarray(log_weights)
-    sent = LooBroadcast(put(points), weights, put(centre.astype(points.dtype)), theta)
+    question = LooBroadcast(put(points), weights, put(centre.astype(points.dtype)), theta)
     make = partial(loo_round, split, marginal, by, len(points), len(stack.names))
     algorithm = remembered(make, "loo", ByIdentity(split), marginal, by, len(points), len(stack.names))
     _, states = engine.start(algorithm, key, stack)
-    server = LooServer(sent, unheard(len(stack.names)))
+    server = LooServer(question, unheard(len(stack.names)))
     silo = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), states[0])
     bytes_of: Traffic = sent(algorithm, server, silo, stack.shapes(0)).traffic
     server, states, _ = engine.rounds(algorithm, key, stack, server, states, 0, None, 1, "some")

@@ -1,0 +1,90 @@
+"""Two runs in two threads do not disturb each other."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed import memo
+
+
+def logistic(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 2).expand([2]).to_event(1))
+    with numpyro.plate("children", x.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Bernoulli(logits=x @ beta + b), obs=y)
+
+
+def effects(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    with numpyro.plate("rows", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(b, 1), obs=y)
+
+
+def children() -> nf.Silos:
+    draws = np.random.default_rng(0)
+    return nf.Silos(
+        [dict(x=draws.normal(size=(n, 2)).astype("f"), y=draws.integers(0, 2, n, dtype=np.int32)) for n in (4, 6)]
+    )
+
+
+def schools() -> nf.Silos:
+    return nf.Silos([dict(y=np.linspace(-1, 2, n).astype("f")) for n in (3, 4)])
+
+
+def together(*jobs: Callable[[], Any]) -> list[Any]:
+    """The results of jobs that begin at the same time, each in a thread of its own; an error is a result."""
+    found: list[Any] = [None] * len(jobs)
+    ready = threading.Barrier(len(jobs))
+
+    def work(i: int) -> None:
+        ready.wait()
+        try:
+            found[i] = jobs[i]()
+        except BaseException as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_models_are_traced_in_threads() -> None:
+    """NumPyro's handlers of one thread must not be met in another: each trace takes thousands of steps of Python."""
+    jobs = [lambda: str(nf.partition(logistic, children())), lambda: str(nf.partition(effects, schools()))]
+    expected = [job() for job in jobs]
+    for found in (together(*jobs, *jobs) for _ in range(3)):
+        assert found == expected * 2
+
+
+def ep() -> Any:
+    fit = nf.EP(logistic).run(jax.random.key(0), children(), num_rounds=2, progress_bar=False)
+    return fit.sample(jax.random.key(1), 5), fit.history["bytes_up"]
+
+
+def sfvi() -> Any:
+    fit = nf.SFVI(effects).run(jax.random.key(0), schools(), num_rounds=20, progress_bar=False)
+    return fit.sample(jax.random.key(1), 5), fit.history["loss"]
+
+
+@pytest.mark.slow
+def test_runs_in_threads_are_those_of_one_thread() -> None:
+    """Bit for bit, from nothing compiled: two methods, two models, and a third run that wants the first's programs."""
+    found = together(ep, sfvi, ep)
+    memo.forget()
+    jax.clear_caches()
+    first, second = ep(), sfvi()
+    for got, expected in zip(found, (first, second, first), strict=True):
+        assert not isinstance(got, BaseException), got
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
