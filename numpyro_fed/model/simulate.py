@@ -115,10 +115,12 @@ class Simulator:
         def one(words: Array, args: tuple, mask: dict, to: Targets) -> tuple[list[Array], dict[str, Array]]:
             kwargs = split.spec.kwargs(SiloData(args, mask, shared))
             trace = forward_trace(split, split.unravel(z), theta, kwargs, fold_in_name(key, words))
-            new = [
-                put_back(args[read.argument], [(trace[s]["value"], at) for s, at in zip(read.sites, places, strict=True)])
-                for read, places in zip(self.reads, to, strict=True)
-            ]
+            new = []
+            for read, places in zip(self.reads, to, strict=True):
+                drawn = [(trace[s]["value"], at) for s, at in zip(read.sites, places, strict=True)]
+                for name, (value, at) in zip(read.sites, drawn, strict=True):
+                    _check_shapes(name, at.shape, value.shape)
+                new.append(put_back(args[read.argument], drawn))
             return new, {name: trace[name]["value"] for name in latent}
 
         return jax.vmap(one)(words, args, mask, to)
@@ -192,7 +194,9 @@ def put_back(argument: Array, drawn: list[tuple[Array, Array]]) -> Array:
         argument, real = argument.astype(jnp.zeros(()).dtype), True
     new = flat = argument.ravel()
     for value, places in drawn:
-        at = jnp.broadcast_to(places, value.shape).ravel()
+        if jnp.issubdtype(value.dtype, jnp.floating):  # no number is not the same as missing
+            value = jnp.where(jnp.isnan(value), jnp.inf, value)
+        at = places.ravel()
         at = jnp.where(at == NOWHERE, flat.size, at)  # a negative index would count from the end
         new = new.at[at].set(value.ravel().astype(flat.dtype), mode="drop")
     return (jnp.where(jnp.isnan(flat), flat, new) if real else new).reshape(argument.shape)
@@ -268,6 +272,14 @@ def _check_source(site: str, sources: frozenset[str], free: list[str], weighted:
             f"observed site {site!r} reads {', '.join(map(repr, fixed))}, which other draws of the model depend on, too "
             "(a lagged value, a covariate that is modelled itself), so simulated values would change what they are "
             "simulated from: pass the observed values and the others as two arguments, if they are two"
+        )
+
+
+def _check_shapes(site: str, observed: tuple[int, ...], drawn: tuple[int, ...]) -> None:
+    if observed != drawn:
+        raise PartitionError(
+            f"observed site {site!r} observes values of shape {observed} where its distribution draws {drawn}, so what "
+            "is simulated cannot be put back: give both the same shape"
         )
 
 
