@@ -221,7 +221,7 @@ def test_influence_is_the_closed_form(fit: nf.Fit, silos: nf.Silos) -> None:
         np.testing.assert_allclose(rows["shift"], (mean - rest) / sd, rtol=1e-6, atol=1e-8)
         np.testing.assert_allclose(rows["sd_ratio"], sd / np.sqrt(np.diagonal(less)), rtol=1e-6)
     assert "beta[1]" in repr(found) and "<table" in found._repr_html_()
-    assert len(found.plot().axes) == 2
+    assert len(found.plot().figure.axes) == 2  # and a bar of colours
 
 
 @pytest.mark.usefixtures("x64")
@@ -251,7 +251,7 @@ def test_conflict_is_the_distance_of_silo_and_others(fit: nf.Fit, silos: nf.Silo
         assert distance.loc[name, "p_value"] == pytest.approx(chi2.sf(expected, 2), rel=1e-5)
     assert re.search(r"The smallest p-value is \w+'s, in beta\[\d\], of 2 looked at: .*; with 3 silos", repr(found))
     assert "'s, over all directions: " in repr(fit.conflict(normal_factors=True)) and "<table" in found._repr_html_()
-    assert "(p = " in found.plot().axes[0].get_yticklabels()[0].get_text()
+    assert "(p = " in found.plot().get_yticklabels()[0].get_text()
 
 
 @pytest.mark.usefixtures("x64")

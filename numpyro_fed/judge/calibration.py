@@ -102,6 +102,7 @@ class Calibration:
         if self.num_done < FEWEST:
             lines.append(f"{self.num_done} simulations are too few to find anything: at least {FEWEST}, better 200.")
         found = self.table[self.table["family_wise"] < LEVEL].sort_values("family_wise", kind="stable")
+        found = found.sort_values("kind", key=lambda kind: kind == LIKELIHOOD, kind="stable")  # parameters come first
         lines += [_finding(row) for _, row in found.head(5).iterrows()]
         if len(found) > 5:
             lines.append(f"... and {len(found) - 5} more: .table")
@@ -225,12 +226,12 @@ def _finding(row: pd.Series) -> str:
     """A sentence on a quantity that is not calibrated."""
     number = f"family-wise p {row['family_wise']:.2g}"
     if row["kind"] == LIKELIHOOD:
-        low = row["bias"] < 0  # the mean over draws is below the truth's
-        told = (
-            "the truth explains this silo's data better than draws do, as if the silo were left out or counted too little"
-            if low
-            else "draws explain this silo's data better than the truth does, as if the silo were counted twice"
-        )
+        if row["bias_high"] < 0:
+            told = "the truth explains these data better than draws do, as if they were left out or counted too little"
+        elif row["bias_low"] > 0:
+            told = "draws explain these data better than the truth does, as if they were counted more than once"
+        else:
+            told = "ranks of the truth's likelihood are not uniform"
         return f"{row['parameter']}: {told} ({number})."
     said = []
     if row["bias_low"] > 0 or row["bias_high"] < 0:

@@ -36,6 +36,7 @@ from numpyro_fed.run.prepare import prepare
 from numpyro_fed.run.target import TargetBroadcast, exact_marginal, target_round
 
 Array = jax.Array
+ALL = "log p(all silos)"
 DRAWS, TIES, NOISE = (digest(f"\0sbc {name}") for name in ("draws", "ties", "noise"))
 
 
@@ -84,10 +85,8 @@ class Posteriors:
         """All quantities that are ranked, in order, and what each is."""
         found = dict.fromkeys(_scalars(simulated.sites), GLOBAL)
         found |= dict.fromkeys((f"{self.silo}: {name}" for name in _scalars(simulated.local)), LOCAL)
-        return found | dict.fromkeys((f"log p({name})" for name in self._names(simulated)), LIKELIHOOD)
-
-    def _names(self, simulated: Simulated) -> tuple[str, ...]:
-        return simulated.silos.names if self.likelihoods else ()
+        names = (ALL, *(f"log p({name})" for name in simulated.silos.names)) if self.likelihoods else ()
+        return found | dict.fromkeys(names, LIKELIHOOD)
 
     def looked_at(self, simulated: Simulated, key: Array) -> Done:
         """The posterior of one data set, and where the truth lies in it."""
@@ -118,7 +117,8 @@ class Posteriors:
                 raise FloatingPointError(f"draws of {name} are not finite")
             out.append((rank(truth, x, ties), x.mean(), x.std(ddof=1), float(truth)))
         if self.likelihoods:
-            for values in self._log_likelihoods(simulated, drawn, key):
+            each = self._log_likelihoods(simulated, drawn, key)
+            for values in (each.sum(axis=0), *each):
                 found = rank(values[-1], values[:-1], ties)
                 # draws and truth as normal scores among one another: likelihoods may be zero, and have no scale
                 out.append((found, 0.0, 1.0, norm.ppf((found + 0.5) / (self.num_draws + 1))))

@@ -95,7 +95,7 @@ def sbc(
         >>> silos = nf.Silos({"york": dict(x=x, y=0 * x), "hull": dict(x=x[:8], y=0 * x[:8])})
         >>> found = nf.sbc(nf.EP(model), silos, 20, progress_bar=False)
         >>> found.ok, list(found.ranks)
-        (True, ['beta', 'log p(york)', 'log p(hull)'])
+        (True, ['beta', 'log p(all silos)', 'log p(york)', 'log p(hull)'])
 
     References:
         S. Talts, M. Betancourt, D. Simpson, A. Vehtari and A. Gelman, Validating Bayesian inference algorithms with
