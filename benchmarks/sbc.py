@@ -5,8 +5,8 @@ all zeros or all ones, so these here say what one would believe before seeing an
 rows, each with its own level. Regression: five silos of 20 rows, three coefficients and an unknown scale.
 
 A method is calibrated here when, of every global, the bias is at most .15 posterior sds and the variance of ranks lies
-within [.85, 1.15] of that of uniform ones. With 200 simulations both are known to about .14 and .12, so a method that is
-right may just miss one of ten globals: the intervals are in the table.
+within [.85, 1.15] of that of uniform ones. With 200 simulations both are known to about .14 and .12, so a method that
+is right may just miss one of ten globals: the intervals are in the table.
 
 Two wrong methods are run beside them, on a normal mean whose posterior is known: a prior that is counted twice, and a
 silo that is left out.
@@ -16,6 +16,7 @@ Run it with ``python -m benchmarks.sbc``; ``--only "six cities EP"`` runs one li
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -124,7 +125,7 @@ def wrong(num, seeds):
         model, silos, posterior = normal_mean(3, 4, 2.0, ratio)
         mistakes = {"none": {}, "prior twice": {"priors": 2}, "a silo left out": {"left_out": ("1",)}}
         for mistake, options in mistakes.items():
-            method = lambda key, silos, options=options: posterior(key, silos, **options)
+            method = partial(posterior, **options)
             keys = [jax.random.key(100 + seed) for seed in range(seeds)]
             found = [nf.sbc(method, silos, num, model=model, rng_key=key, progress_bar=False) for key in keys]
             rows.append([ratio, mistake, f"{sum(not one.ok for one in found)} of {seeds}"])

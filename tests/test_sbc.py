@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -284,7 +284,7 @@ def test_failures_are_counted_with_their_reasons():
         with numpyro.plate("rows", y.shape[0]):
             numpyro.sample("y", dist.Normal(jnp.exp(10 * jnp.abs(mu) + 100), 1), obs=y)
 
-    with pytest.raises(ValueError, match="first 5 simulations all failed.*overflows, so narrow it.*given=fit"):
+    with pytest.raises(ValueError, match=r"first 5 simulations all failed.*overflows, so narrow it.*given=fit"):
         nf.sbc(case.method(), case.silos, 20, model=overflows, progress_bar=False)
 
 

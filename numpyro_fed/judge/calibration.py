@@ -78,7 +78,9 @@ class Calibration:
         """
         rows = [
             {"parameter": name, "kind": self.kinds[name]}
-            | statistics(*(np.asarray(part[name]) for part in (self.ranks, self.means, self.sds, self.truths)), self.num_draws)
+            | statistics(
+                *(np.asarray(part[name]) for part in (self.ranks, self.means, self.sds, self.truths)), self.num_draws
+            )
             for name in self.ranks
         ]
         table = pd.DataFrame(rows)
@@ -109,7 +111,7 @@ class Calibration:
         if not len(found) and self.num_done >= FEWEST:
             noise = norm.ppf(0.975) / np.sqrt(self.num_done)
             lines.append(
-                f"Nothing was found that chance does not explain. With {self.num_done} simulations, biases are known to "
+                "Nothing was found that chance does not explain. With so many simulations, biases are known to "
                 f"{noise:.2f} sd and spreads to {noise * np.sqrt(0.8):.2f}."
             )
         if self.failures:
@@ -137,7 +139,9 @@ class Calibration:
         return shown.rename(columns={"(bias)": "95%", "(spread)": "95% "})
 
     def _title(self) -> str:
-        return f"Calibration of {self.method}: {self.num_done} simulations, {self.num_draws} draws, {self.seconds:.0f} s"
+        return (
+            f"Calibration of {self.method}: {self.num_done} simulations, {self.num_draws} draws, {self.seconds:.0f} s"
+        )
 
     def __repr__(self) -> str:
         shown = self._shown()

@@ -303,4 +303,3 @@ def _largest_miss(method: Any, rows: pd.DataFrame) -> str:
         f"sd ratios {ratios.min():.2f} to {ratios.max():.2f}" if len(rows) > 1 else f"sd ratio {ratios.iloc[0]:.2f}"
     )
     return f"{method}: largest shift {worst['mean_shift']:.2f} sd ({worst['parameter']}), {spread}"
-

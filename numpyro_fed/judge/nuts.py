@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 from numpyro.diagnostics import split_gelman_rubin
-from numpyro.distributions import biject_to
 
 from numpyro_fed.checks import check_key, warn_user
 from numpyro_fed.data.padding import SiloData, without_padding

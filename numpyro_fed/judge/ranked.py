@@ -101,7 +101,7 @@ class Posteriors:
             rows = self._rows(simulated, drawn, key)
             ranks, columns = np.array([row[0] for row in rows]), list(np.array([row[1:] for row in rows]).T)
         except (FloatingPointError, ValueError, np.linalg.LinAlgError) as error:
-            failure = str(error)
+            failure = str(error) or type(error).__name__
         return Done(ranks, *columns, verdict, failure, time.perf_counter() - began)
 
     def _rows(self, simulated: Simulated, drawn: Drawn, key: Array) -> list[tuple[int, float, float, float]]:
@@ -163,7 +163,9 @@ class Posteriors:
             object.__setattr__(fit, "programs", first.programs)
 
     def _of_dict(self, found: Mapping[str, Any], silos: Silos) -> Drawn:
-        prepared = prepare(self.split.model, silos, getattr(self.method, "local", None), getattr(self.method, "shared", None))
+        prepared = prepare(
+            self.split.model, silos, getattr(self.method, "local", None), getattr(self.method, "shared", None)
+        )
         split = prepared.split
         sites = {name: np.asarray(value) for name, value in found.items()}
         num = {name: len(value) for name, value in sites.items()}

@@ -179,7 +179,9 @@ def _design(
     fixed = fixed_theta(split, theta)
     if given is not None:
         if not (hasattr(given, "split") and given.split.global_shapes == split.global_shapes):
-            raise TypeError("given must be a fit or a Reference of the same model and silos: given=nf.EP(model).run(...)")
+            raise TypeError(
+                "given must be a fit or a Reference of the same model and silos: given=nf.EP(model).run(...)"
+            )
         if theta is None:
             fixed = given.posterior.theta(given.state.server) if hasattr(given, "posterior") else given.theta
     return _Design(split, Simulator(split, silos, silo), silos, fixed or split.theta, given)
@@ -209,8 +211,8 @@ def _give_up(done: dict[int, Done]) -> None:
     failures = [one.failure for one in done.values()]
     if len(failures) == GIVE_UP and all(failures):
         raise ValueError(
-            f"the first {GIVE_UP} simulations all failed, the last of them so: {failures[-1]}. If simulated data are to "
-            "blame, narrow the priors, or simulate from a posterior: nf.sbc(method, silos, given=fit)"
+            f"the first {GIVE_UP} simulations all failed, the last of them so: {failures[-1]}. If simulated data are "
+            "to blame, narrow the priors, or simulate from a posterior: nf.sbc(method, silos, given=fit)"
         )
 
 

@@ -58,7 +58,9 @@ class SimulationFile:
                 header = json.loads(str(found["header"]))
                 columns = {name: found[name] for name in (*Done._fields, "simulation")}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{self.path} cannot be read as simulations of nf.sbc ({error}): give another path") from None
+            raise ValueError(
+                f"{self.path} cannot be read as simulations of nf.sbc ({error}): give another path"
+            ) from None
         if (header.get("format"), header.get("version")) != (FORMAT, VERSION):
             raise ValueError(f"{self.path} is no file of nf.sbc in the format of this version: give another path")
         differing = [what for what, told in self.about.items() if header["about"].get(what) != told]
@@ -107,7 +109,9 @@ def about(
 def _method(method: Any, options: dict[str, Any]) -> str:
     """A method's settings and the options of a run."""
     settings = {one.name: getattr(method, one.name) for one in fields(method)} if is_dataclass(method) else {"": method}
-    return json.dumps([type(method).__name__, *(f"{name}={_text(value)}" for name, value in (settings | options).items())])
+    return json.dumps(
+        [type(method).__name__, *(f"{name}={_text(value)}" for name, value in (settings | options).items())]
+    )
 
 
 def _text(value: Any) -> str:

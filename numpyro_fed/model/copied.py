@@ -42,7 +42,10 @@ def copied(
     num_bits = max((total - 1).bit_length(), 1)
     bits = (np.arange(total) >> np.arange(num_bits)[:, None]) & 1
     draws = np.random.default_rng(0)
-    others = [np.ones(n, int) if data.args[i].dtype == bool else draws.integers(2, 100, n) for i, n in zip(free, sizes, strict=True)]
+    others = [
+        np.ones(n, int) if data.args[i].dtype == bool else draws.integers(2, 100, n)
+        for i, n in zip(free, sizes, strict=True)
+    ]
     other = np.concatenate(others)
 
     def values(pattern: Array) -> dict[str, Array]:

@@ -138,7 +138,7 @@ class Simulator:
             flat[position[read.argument]] = rows
         return jax.tree.unflatten(structure, flat)
 
-    # --- where observations are read ------------------------------------------------------------------------------------
+    # --- where observations are read ----------------------------------------------------------------------------------
 
     def _places(self, b: int) -> dict[tuple[int, str], np.ndarray]:
         """``{(argument, observed site): places in the argument}``, for all silos of a bucket, stacked.
@@ -248,8 +248,8 @@ def _check_terms(split: SplitModel) -> None:
             )
         if site.role == "observed" and site.at_server:
             raise PartitionError(
-                f"observed site {site.name!r} depends on no silo's own arguments, so what is simulated for it cannot be "
-                "put back: hand its values to the silos as an argument, or leave it out"
+                f"observed site {site.name!r} depends on no silo's own arguments, so what is simulated for it cannot "
+                "be put back: hand its values to the silos as an argument, or leave it out"
             )
     if not silo_terms(split, "observed"):
         raise PartitionError("the model observes nothing in the silos, so there are no data to simulate")
@@ -269,8 +269,8 @@ def _check_source(site: str, sources: frozenset[str], free: list[str], weighted:
         )
     if fixed:
         raise PartitionError(
-            f"observed site {site!r} reads {', '.join(map(repr, fixed))}, which other draws of the model depend on, too "
-            "(a lagged value, a covariate that is modelled itself), so simulated values would change what they are "
+            f"observed site {site!r} reads {', '.join(map(repr, fixed))}, which other draws of the model depend on, "
+            "too (a lagged value, a covariate that is modelled itself), so simulated values would change what they are "
             "simulated from: pass the observed values and the others as two arguments, if they are two"
         )
 
@@ -286,7 +286,9 @@ def _check_shapes(site: str, observed: tuple[int, ...], drawn: tuple[int, ...]) 
 def _improper(split: SplitModel) -> str:
     latent = [s for s in split.partition.sites if s.role in ("global", "local")]
     flat = [s.name for s in latent if "Improper" in s.shape.distribution]
-    named = f"site {', '.join(map(repr, flat))} has an improper prior" if flat else "a site's prior cannot be drawn from"
+    named = (
+        f"site {', '.join(map(repr, flat))} has an improper prior" if flat else "a site's prior cannot be drawn from"
+    )
     return (
         f"{named}, so no truth can be simulated from it: give it a proper one, such as dist.Normal(0, 10), or simulate "
         "from a posterior, nf.sbc(method, silos, given=fit)"

@@ -46,8 +46,8 @@ class Plotted(Fitted):
     def plot_history(self, names: str | Iterable[str] | None = None) -> np.ndarray:
         """How the rounds went: the loss, how much still moves, and what was sent; an array of matplotlib axes.
 
-        Rounds that looked for a start are shaded. The loss's axis shows the rounds after them, without a first part that
-        would hide the rest; thin lines are single rounds where there are many, the thick one their moving average.
+        Rounds that looked for a start are shaded. The loss's axis shows the rounds after them, without a first part
+        that would hide the rest; thin lines are single rounds where there are many, the thick one their moving average.
 
         Args:
             names: columns of :attr:`history` to show, or ``"sent"``; by default those above.
@@ -75,7 +75,7 @@ class Plotted(Fitted):
     def plot_silos(
         self, parameters: str | Iterable[str] | None = None, *, silos: Iterable[str] | None = None
     ) -> np.ndarray:
-        r"""A forest plot: each silo's own evidence beside the posterior of all; an array of matplotlib axes. EP and PVI.
+        r"""A forest plot: each silo's own evidence beside the posterior of all; matplotlib axes. For EP and PVI.
 
         A silo's line is the median and 90 per cent interval of :math:`t_0 t_j`, the prior times the silo's site: the
         posterior as it would be had nobody else spoken. (The site was found in the others' company, around the
@@ -86,7 +86,7 @@ class Plotted(Fitted):
         Reads the server's sites; nobody is asked.
 
         Args:
-            parameters: names of parameters (``"beta[0]"``) or of sites (``"beta"``); by default all, or the first eight.
+            parameters: names of parameters (``"beta[0]"``) or of sites (``"beta"``); by default all, or eight.
             silos: names; by default all, or the thirty that lie furthest from the posterior, in their own sds.
         """
         found = own_evidence(self)
@@ -120,7 +120,9 @@ def _asked(names: str | Iterable[str], known: list[str]) -> list[str]:
 def _column(ax: Any, name: str, values: np.ndarray, start: np.ndarray) -> None:
     rounds = np.arange(1, len(values) + 1)
     many = len(values) > 200
-    ax.plot(rounds, values, color=BLUE, linewidth=0.4 if many else 1.6, alpha=0.5 if many else 1.0, marker=_mark(rounds))
+    ax.plot(
+        rounds, values, color=BLUE, linewidth=0.4 if many else 1.6, alpha=0.5 if many else 1.0, marker=_mark(rounds)
+    )
     if many:
         width = max(len(values) // 50, 2)
         mean = np.convolve(values, np.full(width, 1 / width), mode="valid")
@@ -138,7 +140,9 @@ def _column(ax: Any, name: str, values: np.ndarray, start: np.ndarray) -> None:
 
 def _sent(ax: Any, history: dict[str, np.ndarray]) -> None:
     up, down = (np.cumsum(np.asarray(history[f"bytes_{way}"], float)) for way in ("up", "down"))
-    unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes")) if up[-1] >= u or u == 1)
+    unit, name = next(
+        (u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes")) if up[-1] >= u or u == 1
+    )
     rounds = np.arange(1, len(up) + 1)
     for values, label, colour, style in ((up, "up", BLUE, STYLES[0]), (down, "down", VERMILION, STYLES[1])):
         ax.plot(rounds, values / unit, color=colour, linestyle=style, linewidth=1.6, label=label, marker=_mark(rounds))
@@ -231,7 +235,9 @@ def _forest(found: Evidence, names: list[str], rows: list[str], left_out: int) -
         for y, silo in enumerate(rows):
             own = found.alone[silo]
             if own is None:
-                ax.text(all_.median, y, "no distribution alone", fontsize="x-small", color=GREY, ha="center", va="center")
+                ax.text(
+                    all_.median, y, "no distribution alone", fontsize="x-small", color=GREY, ha="center", va="center"
+                )
                 continue
             ax.plot([own[name].low, own[name].high], [y, y], color=BLUE, linewidth=1.4, solid_capstyle="butt")
             ax.plot(own[name].median, y, "s", color=BLUE, markersize=4)
