@@ -55,34 +55,36 @@ class NormalMean:
         return nf.sbc(self.method(**(mistakes or {})), self.silos, num, **options)
 
 
-@pytest.mark.parametrize(
-    "ratio", [1.5, pytest.param(2.0, marks=pytest.mark.slow), pytest.param(1.25, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("ratio", [pytest.param(ratio, marks=pytest.mark.slow) for ratio in (1.25, 1.5, 2.0)])
 def test_exact_posteriors_are_calibrated_and_a_prior_counted_twice_is_found(ratio):
     case = NormalMean(ratio)
     exact = case.sbc()
     # four tests of five quantities at a family-wise level of .05
     assert exact.ok and exact.num_done == 200 and not exact.failures
     row = exact.table.set_index("parameter").loc["mu"]
-    assert row["bias_low"] < 0 < row["bias_high"] and row["spread_low"] < 1 < row["spread_high"]
+    assert abs(row["spread"] - 1) < 4 * np.sqrt(0.8 / 200) and row["spread_low"] < row["spread"] < row["spread_high"]
+    # the score takes the truth's noise out: what is left is that of the draws' mean, 1 / sqrt(255 * 200) = .0044, and
+    # of their covariance, about as much
+    assert abs(row["bias"]) < 4 * 0.0044 * np.sqrt(2) and row["bias_high"] - row["bias_low"] < 4 * 2 * 0.0044
     twice = case.sbc(mistakes={"priors": 2.0})
     row = twice.table.set_index("parameter").loc["mu"]
-    # closed form: E[(m - theta)/s | y] = -(slope of the shrinkage); errors cancel over the prior, so no bias shows
-    assert not twice.ok and row["family_wise"] < 0.01 and row["pull"] < -0.2 and row["bias_low"] < 0 < row["bias_high"]
+    # posterior means are too close to zero wherever they are; over the prior that cancels, so no bias shows
+    assert not twice.ok and row["family_wise"] < 0.01 and row["pull"] < -0.2 and abs(row["bias"]) < 0.1
     assert "as if it were counted twice" in repr(twice)
 
 
 def test_a_silo_left_out_is_found_by_its_likelihood_alone():
     case = NormalMean(2.0, num_silos=2)
-    found = case.sbc(100, mistakes={"left_out": ("1",)})
+    found = case.sbc(80, mistakes={"left_out": ("1",)})
     table = found.table.set_index("parameter")
     assert list(table.index) == ["mu", "log p(all silos)", "log p(0)", "log p(1)"]
     # the posterior given a part of the data is calibrated: ranks of mu see nothing
     assert table.loc["mu", "family_wise"] > 0.05 and table.loc["log p(1)", "family_wise"] < 0.01
     assert not found.ok and "log p(1): the truth explains these data better than draws do" in repr(found)
-    assert case.sbc(30, mistakes={"left_out": ("1",)}, likelihoods=False).kinds == {"mu": "global"}
+    assert case.sbc(10, mistakes={"left_out": ("1",)}, likelihoods=False).kinds == {"mu": "global"}
 
 
+@pytest.mark.slow
 def test_posteriors_given_the_data():
     """Truths from the posterior of the silos' own data, fits to these and to simulated ones beside them."""
     case = NormalMean(2.0, num_silos=2)
@@ -123,7 +125,7 @@ def test_bias_and_spread_of_normal_posteriors_are_the_closed_form(sd, shift):
     mean, num, num_draws = draws.normal(size=20_000), 20_000, 255
     truth = mean + draws.normal(size=num)
     ranks = draws.binomial(num_draws, norm.cdf((truth - mean - shift) / sd))
-    found = statistics(ranks, mean + shift, np.full(num, sd), truth, num_draws)
+    found = statistics(ranks, mean + shift, np.full(num, sd), truth, np.full(num, np.nan), num_draws)
     assert found["bias"] == pytest.approx(shift / sd, abs=4 / sd / np.sqrt(num))
     if shift == 0:
         expected = np.arcsin(sd**-2 / (1 + sd**-2)) / (2 * np.pi) * 12  # the variance of Phi(x / sd), x standard normal
@@ -167,27 +169,29 @@ def simulator(model: Any, *data: dict[str, Any], **options: Any) -> Simulator:
 
 
 WAYS = {
-    "an argument": (lambda y: y, lambda y: y),
-    "a column": (lambda y: y[:, 1], lambda y: y[:, 1]),
-    "in another order": (lambda y: y[::-1, 0], lambda y: y[::-1, 0]),
-    "missing ones set to zero": (lambda y: jnp.where(jnp.isnan(y[:, 0]), 0, y[:, 0]), lambda y: y[:, 0]),
+    "an argument": lambda y, order: (y[:, 0], np.arange(len(y)) * 2),
+    "a column": lambda y, order: (y[:, 1], np.arange(len(y)) * 2 + 1),
+    "rows looked up": lambda y, order: (y[order, 0], 2 * np.asarray(order)),
+    "whole rows": lambda y, order: (y, np.arange(2 * len(y))),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_simulated_stands_where_it_is_observed(way):
-    how, read = WAYS[way]
-    data = [np.full((n, 2), 7.0, "f") if "argument" not in way else np.full(n, 7.0, "f") for n in (3, 5)]
-    if "missing" in way:
-        data[0][1, 0] = np.nan
-    found = simulator(observes(how), *(dict(y=y) for y in data)).draw(KEY, {})
+    def model(y, order):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        value = WAYS[way](y, order)[0] if way != "rows looked up" else y[order, 0]
+        with numpyro.plate("rows", y.shape[0], dim=-value.ndim):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=value)
+
+    draws = np.random.default_rng(0)
+    data = [dict(y=np.full((n, 2), 7.0, "f"), order=draws.permutation(n).astype("i4")) for n in (3, 5)]
+    found = simulator(model, *data).draw(KEY, {})
     for name, before in zip(found.silos.names, data, strict=True):
-        new = found.silos[name]["y"]
-        assert new.shape == before.shape and np.array_equal(np.isnan(new), np.isnan(before))
-        seen = read(new)[~np.isnan(read(new))]
-        assert np.all(seen != 7) and np.sum(new != before) == np.sum(np.isfinite(read(before))) + np.isnan(before).sum()
-    again = simulator(observes(how), *(dict(y=y) for y in data)).draw(KEY, {})
-    assert np.array_equal(again.z, found.z)
+        new, places = found.silos[name]["y"], WAYS[way](before["y"], before["order"])[1]
+        assert sorted(np.flatnonzero(new.ravel() != 7.0)) == sorted(places)
+        assert np.array_equal(found.silos[name]["order"], before["order"])
+    assert np.array_equal(simulator(model, *data).draw(KEY, {}).z, found.z)
 
 
 def test_simulated_data_have_the_models_distribution():
@@ -213,6 +217,13 @@ def lagged(y):
     a = numpyro.sample("a", dist.Normal(0, 1))
     with numpyro.plate("rows", y.shape[0]):
         numpyro.sample("y", dist.Normal(a * y[:, 0], 1), obs=y[:, 1])
+
+
+def constant(y):
+    a = numpyro.sample("a", dist.Normal(0, 1))
+    numpyro.sample("zero", dist.Normal(a, 0.1), obs=0.0)
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(a, 1), obs=y)
 
 
 def twice(y):
@@ -245,7 +256,7 @@ REFUSED = {
     "reversed": (observes(lambda y: 1 - y), 1, "computed from"),
     "squared": (observes(lambda y: y**2), 1, "computed from"),
     "indicator": (observes(lambda y: (y > 0) * 1.0), 1, "computed from"),
-    "constant": (observes(lambda y: jnp.zeros(y.shape[0])), 1, "depends on no silo's own arguments|reads no argument"),
+    "constant": (constant, 1, "'zero' depends on no silo's own arguments"),
     "lagged": (lagged, 2, "'y', which other draws of the model depend on"),
     "twice": (twice, 1, "observed twice"),
     "weighted": (weighted, 1, "weighted by handlers.scale"),
@@ -296,7 +307,7 @@ def test_simulations_go_on_from_a_file(tmp_path):
     longer = case.sbc(9, checkpoint=path)
     assert case.calls == 9  # the first four were read
     at_once = case.sbc(9)
-    for name in ("ranks", "means", "sds", "truths"):
+    for name in ("ranks", "means", "sds", "truths", "steps"):
         assert getattr(longer, name).equals(getattr(at_once, name))
     assert [file.name for file in tmp_path.iterdir()] == ["simulations.npz"]
     for options, reason in (

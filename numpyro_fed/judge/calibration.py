@@ -8,7 +8,12 @@ With the posterior's mean m and sd s of a parameter, each a function of the simu
     E\Big[\frac{m - \theta}{s} \,\Big|\, y\Big] = 0, \qquad
     \text{rank of } \theta \text{ among L draws uniform on } 0, \ldots, L.
 
-- **bias** is the mean of (m - theta) / s: posteriors lie too high where it is positive.
+- **bias** is the mean of (m - theta) / s: posteriors lie too high where it is positive. Most of its noise is that of
+  the truth around its own posterior, which the score knows: :math:`g = \nabla \log p(z_G, y)` at the truth has
+  :math:`E[g \mid y] = 0` whatever the method does, and where posteriors are about normal the Newton step
+  :math:`\mathrm{Cov}(\theta, z_G)\, g` leads from the truth nearly to the posterior mean. So
+  :math:`(m - \theta) / s` is regressed on that step, and its mean taken where the step is zero. Where locals cannot be
+  integrated exactly there is no score, and the plain mean is taken.
 - **pull** is the slope of (m - theta) / s over where m lies among all simulations (normal scores of m, so in sds of the
   posterior for each sd of its place). Where it is negative, posteriors are drawn too close to the prior (a prior that
   is counted twice); where it is positive, not enough. On average over the prior these errors cancel: no bias shows.
@@ -34,6 +39,7 @@ from numpyro_fed.judge.plot_ranks import ecdf_panels
 
 LEVEL = 0.05  # family-wise, of all tests together
 TESTS = 4  # of a quantity: bias, pull, spread, uniformity
+NO_MATTER = 0.1  # sds: a bias or a pull that is no finding, however precisely it is known
 MOST_FAILED = 0.05  # share of simulations
 FEWEST = 10  # simulations below which nothing is tested
 GLOBAL, LOCAL, LIKELIHOOD = "global", "local", "likelihood"
@@ -48,6 +54,8 @@ class Calibration:
         method: its name.
         ranks: one row a simulation that ended, one column a quantity: of ``num_draws`` draws, those below the truth.
         means, sds, truths: of the same shape: the posterior's, and what was to be found.
+        steps: of the same shape: Newton steps from the truth, which take most of the noise out of ``bias`` and
+            ``pull``; NaN where there are none.
         kinds: of the quantities: ``"global"``, ``"local"``, or ``"likelihood"`` of a silo's data.
         num_draws: L.
         failures: ``{simulation: why}``; these have no ranks.
@@ -61,6 +69,7 @@ class Calibration:
     means: pd.DataFrame = field(repr=False)
     sds: pd.DataFrame = field(repr=False)
     truths: pd.DataFrame = field(repr=False)
+    steps: pd.DataFrame = field(repr=False)
     kinds: dict[str, str] = field(repr=False)
     num_draws: int
     failures: dict[int, str]
@@ -76,10 +85,13 @@ class Calibration:
         ``p_value`` of the four tests together (the least of their p-values, times four) and ``family_wise``, that times
         the number of quantities.
         """
+        parts = (self.ranks, self.means, self.sds, self.truths, self.steps)
         rows = [
             {"parameter": name, "kind": self.kinds[name]}
             | statistics(
-                *(np.asarray(part[name]) for part in (self.ranks, self.means, self.sds, self.truths)), self.num_draws
+                *(np.asarray(part[name]) for part in parts),
+                self.num_draws,
+                0.0 if self.kinds[name] == LIKELIHOOD else NO_MATTER,
             )
             for name in self.ranks
         ]
@@ -94,7 +106,10 @@ class Calibration:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found that chance does not explain, and nearly all simulations ended."""
+        """Whether nothing was found that chance does not explain, and nearly all simulations ended.
+
+        Biases and pulls of up to a tenth of a posterior sd are no finding, however precisely they are known.
+        """
         failed = len(self.failures) > MOST_FAILED * (self.num_done + len(self.failures))
         return bool(not failed and not np.any(self.table["family_wise"] < LEVEL) and self.num_done >= FEWEST)
 
@@ -109,11 +124,7 @@ class Calibration:
         if len(found) > 5:
             lines.append(f"... and {len(found) - 5} more: .table")
         if not len(found) and self.num_done >= FEWEST:
-            noise = norm.ppf(0.975) / np.sqrt(self.num_done)
-            lines.append(
-                "Nothing was found that chance does not explain. With so many simulations, biases are known to "
-                f"{noise:.2f} sd and spreads to {noise * np.sqrt(0.8):.2f}."
-            )
+            lines.append("Nothing was found that chance does not explain.")
         if self.failures:
             reason, _ = _most_frequent(list(self.failures.values()))
             lines.append(
@@ -173,13 +184,21 @@ class Calibration:
 
 
 def statistics(
-    ranks: np.ndarray, mean: np.ndarray, sd: np.ndarray, truth: np.ndarray, num_draws: int
+    ranks: np.ndarray,
+    mean: np.ndarray,
+    sd: np.ndarray,
+    truth: np.ndarray,
+    steps: np.ndarray,
+    num_draws: int,
+    no_matter: float = 0.0,
 ) -> dict[str, float]:
     """Bias, pull and spread of one quantity with their intervals, and p-values; NaN of what few simulations do not say.
 
+    A bias or a pull up to ``no_matter`` is none: what is tested is whether it is larger.
+
     >>> draws = np.random.default_rng(0)
     >>> mean, ranks = draws.normal(size=1000), draws.integers(0, 100, 1000)
-    >>> found = statistics(ranks, mean, np.ones(1000), mean + draws.normal(0.5, 1, 1000), 99)
+    >>> found = statistics(ranks, mean, np.ones(1000), mean + draws.normal(0.5, 1, 1000), np.full(1000, np.nan), 99)
     >>> round(found["bias"], 1), abs(found["pull"]) < 0.1, round(found["spread"], 1)
     (-0.5, True, 1.0)
     """
@@ -190,15 +209,17 @@ def statistics(
         return dict.fromkeys([*names, *intervals, "p_uniform"], np.nan) | {"p_value": 1.0}
     with np.errstate(divide="ignore", invalid="ignore"):
         error = (mean - truth) / sd
+    error = _without_noise(error, steps)
     bias, bias_error = error.mean(), error.std(ddof=1) / np.sqrt(num)
     wide = t.ppf(0.975, num - 1) * bias_error
     place = norm.ppf((rankdata(mean) - 0.5) / num)
-    pull, p_pull = _slope(place, error)
+    pull, pull_error = _slope(place, error)
     variance = (num_draws + 1) ** 2 / 12 - 1 / 12  # of a uniform rank
     centred = (ranks - ranks.mean()) ** 2 / variance
     spread = centred.sum() / (num - 1)
     spread_error = norm.ppf(0.975) * centred.std(ddof=1) / np.sqrt(num)
-    p_bias = 2 * t.sf(abs(bias) / bias_error, num - 1) if bias_error > 0 else 0.0
+    beyond = lambda x, sd: 2 * t.sf(max(abs(x) - no_matter, 0.0) / sd, num - 2) if sd > 0 else float(x == 0)
+    p_bias, p_pull = beyond(bias, bias_error), 1.0 if np.isnan(pull) else beyond(pull, pull_error)
     p_spread = 2 * norm.sf(abs(spread - 1) / np.sqrt(0.8 / num))  # a uniform's fourth moment is 1.8 times var^2
     p_uniform = uniform.p_value(ranks, num_draws + 1)
     tests = [0.0 if np.isnan(p) else float(p) for p in (p_bias, p_pull, p_spread, p_uniform)]
@@ -215,15 +236,20 @@ def statistics(
     }
 
 
+def _without_noise(error: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Errors less what the steps, whose mean is zero, explain of them; as they are where there are no steps."""
+    slope, slope_error = _slope(steps, error)
+    return error - slope * steps if np.isfinite(slope_error) else error
+
+
 def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Of a regression of y on x, and the p-value of there being none."""
+    """Of a regression of y on x, and its standard error; NaN where there is none."""
     x, y = x - x.mean(), y - y.mean()
-    if not (x @ x > 0 and np.all(np.isfinite(y))):
-        return np.nan, 1.0
+    if not (np.all(np.isfinite(x)) and np.all(np.isfinite(y)) and x @ x > 0 and len(x) > 3):
+        return np.nan, np.nan
     slope = x @ y / (x @ x)
     residual = y - slope * x
-    error = np.sqrt(residual @ residual / (len(x) - 2) / (x @ x))
-    return float(slope), float(2 * t.sf(abs(slope) / error, len(x) - 2)) if error > 0 else 1.0
+    return float(slope), float(np.sqrt(residual @ residual / (len(x) - 2) / (x @ x)))
 
 
 def _finding(row: pd.Series) -> str:
@@ -238,12 +264,12 @@ def _finding(row: pd.Series) -> str:
             told = "ranks of the truth's likelihood are not uniform"
         return f"{row['parameter']}: {told} ({number})."
     said = []
-    if row["bias_low"] > 0 or row["bias_high"] < 0:
+    if row["bias_low"] > NO_MATTER or row["bias_high"] < -NO_MATTER:
         said.append(f"means lie {abs(row['bias']):.2f} sd too {'high' if row['bias'] > 0 else 'low'}")
     if row["spread_low"] > 1 or row["spread_high"] < 1:
         narrow = row["spread"] > 1
         said.append(f"posteriors are too {'narrow' if narrow else 'wide'} (spread {row['spread']:.2f})")
-    if abs(row["pull"]) > 0.15:
+    if abs(row["pull"]) > 2 * NO_MATTER:
         said.append(
             "means are drawn too close to the prior's, as if it were counted twice"
             if row["pull"] < 0

@@ -23,8 +23,9 @@ from numpyro_fed.host import folded, put
 from numpyro_fed.judge.calibration import GLOBAL, LIKELIHOOD, LOCAL
 from numpyro_fed.judge.sbc_file import Done
 from numpyro_fed.keys import digest, fold_in_name, identities
-from numpyro_fed.local.integrate import Marginal
+from numpyro_fed.local.integrate import Marginal, silo_factor, start_frame
 from numpyro_fed.memo import ByIdentity, remembered
+from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.simulate import Simulated
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
@@ -33,10 +34,11 @@ from numpyro_fed.results.draws import fit_stack, global_draws, silo_draws
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.scalars import scalars
 from numpyro_fed.run.prepare import prepare
-from numpyro_fed.run.target import TargetBroadcast, exact_marginal, target_round
+from numpyro_fed.run.target import LOCAL_STEPS, TargetBroadcast, exact_marginal, target_round
 
 Array = jax.Array
 ALL = "log p(all silos)"
+MOST_DIMS = 200  # of globals, above which draws do not tell a covariance
 DRAWS, TIES, NOISE = (digest(f"\0sbc {name}") for name in ("draws", "ties", "noise"))
 
 
@@ -44,7 +46,7 @@ class Drawn(NamedTuple):
     """Draws of a posterior, and of what they are."""
 
     sites: dict[str, Any]  # of the globals, constrained, (L, ...)
-    z: Array | None  # (L, d), the same, unconstrained; None where nobody asked
+    z: Array  # (L, d), the same, unconstrained
     local: dict[str, Any]  # of the named silo's latents
     split: SplitModel
     survey: Survey
@@ -92,7 +94,7 @@ class Posteriors:
         """The posterior of one data set, and where the truth lies in it."""
         began, kinds = time.perf_counter(), self.kinds(simulated)
         verdict, failure = "", ""
-        columns = [np.full(len(kinds), np.nan)] * 3
+        columns = [np.full(len(kinds), np.nan)] * 4
         ranks = np.zeros(len(kinds), int)
         try:
             _check_finite(simulated)
@@ -104,24 +106,27 @@ class Posteriors:
             failure = str(error) or type(error).__name__
         return Done(ranks, *columns, verdict, failure, time.perf_counter() - began)
 
-    def _rows(self, simulated: Simulated, drawn: Drawn, key: Array) -> list[tuple[int, float, float, float]]:
-        """Rank, mean, sd and truth of each quantity."""
+    def _rows(self, simulated: Simulated, drawn: Drawn, key: Array) -> list[tuple[int, float, float, float, float]]:
+        """Rank, mean, sd, truth and step of each quantity."""
         words = np.asarray(jax.random.key_data(folded(key, TIES))).ravel().tolist()
         ties = np.random.default_rng(words)
         truths = {**_scalars(simulated.sites), **{f"{self.silo}: {n}": x for n, x in _scalars(simulated.local).items()}}
         draws = {**scalars(drawn.sites), **{f"{self.silo}: {n}": x for n, x in scalars(drawn.local).items()}}
-        out = []
+        z = np.asarray(drawn.z, np.float64)
+        away, score, out = z - z.mean(axis=0), self._score(simulated, drawn), []
         for name, truth in truths.items():
             x = np.asarray(draws[name], np.float64)
             if not np.all(np.isfinite(x)):
                 raise FloatingPointError(f"draws of {name} are not finite")
-            out.append((rank(truth, x, ties), x.mean(), x.std(ddof=1), float(truth)))
+            sd = x.std(ddof=1)
+            step = (x - x.mean()) @ away / (len(x) - 1) @ score / sd if sd > 0 else np.nan
+            out.append((rank(truth, x, ties), x.mean(), sd, float(truth), step))
         if self.likelihoods:
             each = self._log_likelihoods(simulated, drawn, key)
             for values in (each.sum(axis=0), *each):
                 found = rank(values[-1], values[:-1], ties)
                 # draws and truth as normal scores among one another: likelihoods may be zero, and have no scale
-                out.append((found, 0.0, 1.0, norm.ppf((found + 0.5) / (self.num_draws + 1))))
+                out.append((found, 0.0, 1.0, norm.ppf((found + 0.5) / (self.num_draws + 1)), np.nan))
         return out
 
     # --- draws --------------------------------------------------------------------------------------------------------
@@ -183,6 +188,17 @@ class Posteriors:
 
     # --- likelihoods --------------------------------------------------------------------------------------------------
 
+    def _score(self, simulated: Simulated, drawn: Drawn) -> np.ndarray:
+        """The gradient of log p(z_G, y) at the truth, (d,); NaN where locals are not integrated exactly."""
+        split, marginal = drawn.split, exact_marginal(drawn.split, drawn.survey, drawn.posterior)
+        if marginal.kind not in ("none", "quadrature") or not 0 < split.dim <= MOST_DIMS:
+            return np.full(split.dim, np.nan)
+        make = partial(_score_program, split, marginal)
+        program = remembered(make, "score", ByIdentity(split), marginal)
+        truth = jnp.asarray(simulated.z, drawn.z.dtype)
+        centre = jnp.mean(drawn.z, axis=0)
+        return np.asarray(program(truth, centre, self.theta, drawn.stack.shared, drawn.stack.arrays), np.float64)
+
     def _log_likelihoods(self, simulated: Simulated, drawn: Drawn, key: Array) -> np.ndarray:
         """log p(y_j | z) of each silo, (J, L + 1), locals integrated out; the truth comes last.
 
@@ -204,6 +220,23 @@ class Posteriors:
             values = program(folded(key, NOISE), sent, drawn.stack.shared, words, args, mask)
             found |= dict(zip(bucket.names, np.asarray(values, np.float64), strict=True))
         return np.nan_to_num(np.stack([found[name] for name in simulated.silos.names]), nan=-np.inf, neginf=-np.inf)
+
+
+def _score_program(split: SplitModel, marginal: Marginal) -> Any:
+    """``(z, centre, theta, shared, buckets) -> gradient of log p(z, y)``, locals integrated out around ``centre``."""
+
+    def run(z: Array, centre: Array, theta: dict, shared: tuple, buckets: tuple) -> Array:
+        def of_silo(args: tuple, mask: dict) -> Array:
+            data = SiloData(args, mask, shared)
+            components = components_of(split, data) if marginal.rows == "indexed" else None
+            factor = silo_factor(split, marginal, data, components, theta)
+            frame = factor.refit(centre, start_frame(split, data), LOCAL_STEPS)
+            return jax.grad(lambda z: factor.log_f(z, frame, factor.nodes(None)))(z)
+
+        found = jax.grad(lambda z: split.log_prior(z, theta))(z)
+        return sum((jnp.sum(jax.vmap(of_silo)(*arrays), axis=0) for arrays in buckets), found)
+
+    return jax.jit(run, compiler_options=ONCE)
 
 
 def _program(split: SplitModel, marginal: Marginal, num: int) -> Any:
@@ -254,7 +287,7 @@ def _check_finite(simulated: Simulated) -> None:
     for name in simulated.silos.names:
         with at_silo(name):
             for path, leaf in leaves(simulated.silos.own(name)):
-                if not isinstance(leaf, int) and np.any(np.isinf(leaf)):
+                if not isinstance(leaf, int) and not np.all(np.isfinite(leaf)):
                     raise FloatingPointError(
                         f"what was simulated for {path!r} is not finite: the prior reaches values at which the model "
                         "overflows, so narrow it"

@@ -1,7 +1,7 @@
 """Simulation-based calibration: would a method be right on data such as these, if the model were?
 
 Draw globals from the prior, and from the model the data that the user's own silos would have had: their sizes, their
-covariates, their missing values. Run the method on them, as it is, and look where the truth lies among its draws. Over
+covariates. Run the method on them, as it is, and look where the truth lies among its draws. Over
 many such data sets that is a uniform rank if posteriors are right (Talts et al. 2018), whatever the model.
 
 All simulations have the same shapes, so the programs of a run are compiled for the first of them and serve all.
@@ -60,8 +60,7 @@ def sbc(
     Args:
         method: a method, ``nf.EP(model)``; or a function ``(rng_key, silos) -> fit`` (or ``{site: draws}``), for what
             takes more than one run: ``lambda key, silos: nf.EP(model).run(key, silos).correct(key)``, with ``model=``.
-        silos: the design. What is observed is simulated, so there its values do not matter, only its shape and where it
-            is missing (NaN); zeros will do.
+        silos: the design. What is observed is simulated, so its values do not matter, only its shape: zeros will do.
         num_simulations: data sets. With 200, biases are known to .14 sd and spreads to .12.
         num_draws: of each posterior, independent, among which the truth has its rank.
         rng_key: a JAX key; ``jax.random.key(0)`` when not given.
@@ -225,7 +224,7 @@ def _calibration(
 ) -> Calibration:
     fine = {s: one for s, one in done.items() if not one.failure}
     column = lambda name: np.array([getattr(one, name) for one in fine.values()]).reshape(len(fine), len(kinds))
-    parts = {name: pd.DataFrame(column(name), list(fine), list(kinds)) for name in Done._fields[:4]}
+    parts = {name: pd.DataFrame(column(name), list(fine), list(kinds)) for name in Done._fields[:5]}
     fixed = (parts["sds"] == 0) & (parts["means"] == parts["truths"])  # the diagonal of a correlation matrix
     kept = [name for name in kinds if not len(fine) or not fixed[name].all()]
     return Calibration(

@@ -31,6 +31,7 @@ class Done(NamedTuple):
     means: np.ndarray  # (Q,)
     sds: np.ndarray  # (Q,)
     truths: np.ndarray  # (Q,)
+    steps: np.ndarray  # (Q,): a Newton step from the truth, in posterior sds; NaN where there is none
     verdict: str
     failure: str  # "": none, and the numbers above mean something
     seconds: float
@@ -54,7 +55,7 @@ class SimulationFile:
         if not self.path.exists():
             return {}
         try:
-            with np.load(self.path, allow_pickle=False) as found:
+            with open(self.path, "rb") as file, np.load(file, allow_pickle=False) as found:
                 header = json.loads(str(found["header"]))
                 columns = {name: found[name] for name in (*Done._fields, "simulation")}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
@@ -70,7 +71,7 @@ class SimulationFile:
                 "with: give another path, or remove the file"
             )
         rows = zip(*(columns[name] for name in Done._fields), strict=True)
-        made = (Done(r, m, s, t, str(v), str(f), float(c)) for r, m, s, t, v, f, c in rows)
+        made = (Done(*numbers, str(v), str(f), float(c)) for *numbers, v, f, c in rows)
         return {int(s): done for s, done in zip(columns["simulation"], made, strict=True)}
 
     def write(self, done: dict[int, Done]) -> None:

@@ -19,59 +19,50 @@ from numpyro_fed.model.partition_table import Site
 from numpyro_fed.model.split_model import SplitModel
 
 Array = jax.Array
-Places = dict[str, Array]  # {observed site: int, in the shape of its value}: among all elements of the free arguments
-NOWHERE = -1  # the place of a padded row
+NOWHERE = -1  # the place of an element that is no copy, or padding
 
 
-def copied(
-    split: SplitModel, free: tuple[int, ...], events: dict[str, int], data: SiloData
-) -> tuple[Places, dict[str, Array]]:
-    """Where each observed site of a silo finds its values, and whether they are copies, ``{site: bool}``.
+def copied(split: SplitModel, argument: int, data: SiloData) -> dict[str, Array]:
+    """Of each observed site: the places in an argument that its values are copies of, or NOWHERE, in their shape.
 
     Args:
         split: the model.
-        free: positions in ``data.args`` of the arguments that may be filled with labels; at least one.
-        events: of the observed sites, how many of a value's last axes one log density covers.
+        argument: its position in ``data.args``.
         data: of one silo, padded.
 
     The k-th bit of an element's number is put in its place, for all k at once, so labels are zeros and ones whatever
-    the argument's type. Arguments of zeros and of other numbers tell copies from ``1 - y``, ``y > 0`` or ``y**2``.
+    the argument's type. Arguments of zeros and of other numbers tell copies from ``1 - y``, ``y > 0`` or ``y**2``. The
+    other arguments, of which some may be indices, stay as they are.
     """
-    sizes = [int(np.prod(data.args[i].shape)) for i in free]
-    total = sum(sizes)
+    like = data.args[argument]
+    total = int(np.prod(like.shape))
     num_bits = max((total - 1).bit_length(), 1)
     bits = (np.arange(total) >> np.arange(num_bits)[:, None]) & 1
-    draws = np.random.default_rng(0)
-    others = [
-        np.ones(n, int) if data.args[i].dtype == bool else draws.integers(2, 100, n)
-        for i, n in zip(free, sizes, strict=True)
-    ]
-    other = np.concatenate(others)
+    other = np.ones(total, int) if like.dtype == bool else np.random.default_rng(0).integers(2, 100, total)
 
     def values(pattern: Array) -> dict[str, Array]:
-        args, parts = list(data.args), jnp.split(pattern, np.cumsum(sizes)[:-1])
-        for i, part in zip(free, parts, strict=True):
-            args[i] = part.reshape(args[i].shape).astype(args[i].dtype)
+        args = list(data.args)
+        args[argument] = pattern.reshape(like.shape).astype(like.dtype)
         trace = split.trace_at_zero(data._replace(args=tuple(args)))
         return {site.name: jnp.asarray(trace[site.name]["value"]) for site in silo_terms(split, "observed")}
 
     found = jax.vmap(values)(jnp.asarray(np.concatenate([bits, np.zeros((1, total), int), other[None]])))
-    places, fine = {}, {}
-    for site in silo_terms(split, "observed"):
-        value = found[site.name]
+    places = {}
+    for name, value in found.items():
         labels, at_zero, at_other = value[:num_bits], value[num_bits], value[num_bits + 1]
         weights = (1 << np.arange(num_bits)).reshape(-1, *(1,) * at_zero.ndim)
         place = jnp.sum(jnp.where(labels == 1, weights, 0), axis=0)
         binary = jnp.all((labels == 0) | (labels == 1), axis=0) & (at_zero == 0) & (place < total)
         copy = binary & (at_other == jnp.asarray(other)[jnp.minimum(place, total - 1)].astype(at_other.dtype))
-        valid = real_elements(site, at_zero.shape, events, data.mask)
-        places[site.name] = jnp.where(valid, place, NOWHERE).astype(jnp.int32)
-        fine[site.name] = jnp.all(copy | ~valid)
-    return places, fine
+        places[name] = jnp.where(copy, place, NOWHERE).astype(jnp.int32)
+    return places
 
 
 def real_elements(site: Site, shape: tuple[int, ...], events: dict[str, int], mask: dict[str, Any]) -> Array:
-    """Which elements of an observed value are no padding."""
+    """Which elements of an observed value are no padding.
+
+    ``events`` has, of the observed sites, how many of a value's last axes one log density covers.
+    """
     valid = jnp.ones(shape, bool)
     for axis, dim in value_axes(site, events):
         if -dim <= len(shape) and shape[dim] > 1:

@@ -2,8 +2,8 @@ r"""Data that a model could have had: globals from the prior, locals and observa
 
 .. math:: z_G \sim p(z_G), \qquad z_{Lj}, y_j \sim p(z_{Lj}, y_j \mid z_G, x_j)
 
-Covariates, numbers of rows and the pattern of missing values (NaN) are the silos'; what is observed is drawn anew, and
-put back where the model reads it (:mod:`numpyro_fed.model.copied`).
+Covariates, numbers of rows and what is masked are the silos'; what is observed is drawn anew, and put back where the
+model reads it (:mod:`numpyro_fed.model.copied`).
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from numpyro_fed.data.silos import Silos, inside
 from numpyro_fed.data.stack import Stack, stack_of
 from numpyro_fed.host import folded, put
 from numpyro_fed.keys import SERVER, fold_in_name, identities
-from numpyro_fed.model.copied import NOWHERE, copied
+from numpyro_fed.model.copied import NOWHERE, copied, real_elements
 from numpyro_fed.model.forward import event_dims, forward_trace
 from numpyro_fed.model.observations import silo_terms
 from numpyro_fed.model.provenance import provenance
@@ -65,7 +65,8 @@ class Simulator:
         self.stack: Stack = stack_of(silos, silos, split.spec, split.partition.axes)
         self.arrays = [leaf for leaf in split.spec.own if leaf.dtype is not None]
         read = _read(split)
-        self.free = tuple(i for i, leaf in enumerate(self.arrays) if leaf.path not in read.elsewhere)
+        observed = frozenset().union(*read.by_site.values()) - read.elsewhere
+        self.free = tuple(i for i, leaf in enumerate(self.arrays) if leaf.path in observed)
         for site, sources in read.by_site.items():
             _check_source(site, sources, [self.arrays[i].path for i in self.free], site in read.weighted)
         found = [self._places(b) for b in range(len(self.stack.buckets))]
@@ -145,30 +146,37 @@ class Simulator:
 
         An error where a site's values are not copies of arguments' elements.
         """
-        events, (args, mask) = event_dims(self.split), self.stack.arrays[b]
-        one = lambda args, mask: copied(self.split, self.free, events, SiloData(args, mask, self.stack.shared))
-        places, fine = jax.device_get(jax.jit(jax.vmap(one), compiler_options=ONCE)(args, mask))
-        for site, copies in fine.items():
-            if not np.all(copies):
+        split, events, (args, mask) = self.split, event_dims(self.split), self.stack.arrays[b]
+
+        def one(args: tuple, mask: dict) -> tuple[dict[int, dict[str, Array]], dict[str, Array]]:
+            data = SiloData(args, mask, self.stack.shared)
+            found = {i: copied(split, i, data) for i in self.free}
+            valid = {}
+            for site in silo_terms(split, "observed"):
+                shape = next(iter(found.values()))[site.name].shape
+                valid[site.name] = real_elements(site, shape, events, mask)
+            return found, valid
+
+        places, valid = jax.device_get(jax.jit(jax.vmap(one), compiler_options=ONCE)(args, mask))
+        out = {(i, s): np.where(valid[s], at, NOWHERE) for i, found in places.items() for s, at in found.items()}
+        for site, real in valid.items():
+            sources = sum(np.where(at != NOWHERE, 1, 0) for (_, s), at in out.items() if s == site)
+            if not np.all(sources[real] == 1):
                 raise PartitionError(
                     f"observed site {site!r} observes something that is computed from the silo's arguments, or partly "
                     "a latent, so what is simulated for it cannot be put back: compute it beforehand, and pass it as "
                     "the argument that is observed, obs=y"
                 )
         for j, name in enumerate(self.stack.buckets[b].names):
-            flat = np.concatenate([where[j].ravel() for where in places.values()])
-            flat = flat[flat != NOWHERE]
-            if len(np.unique(flat)) < len(flat):
-                raise PartitionError(
-                    f"silo {name!r}: an element of its arguments is observed twice (sites {', '.join(places)}), so "
-                    "there is no one value to simulate for it: give every observation an element of its own"
-                )
-        out, first = {}, 0
-        for i in self.free:
-            last = first + int(np.prod(args[i].shape[1:]))
-            for site, at in places.items():
-                out[i, site] = np.where((at >= first) & (at < last), at - first, NOWHERE)
-            first = last
+            for i in self.free:
+                flat = np.concatenate([at[j].ravel() for (k, _), at in out.items() if k == i])
+                flat = flat[flat != NOWHERE]
+                if len(np.unique(flat)) < len(flat):
+                    raise PartitionError(
+                        f"silo {name!r}: an element of {self.arrays[i].path!r} is observed twice (sites "
+                        f"{', '.join(valid)}), so there is no one value to simulate for it: give every observation an "
+                        "element of its own"
+                    )
         return out
 
 
@@ -182,24 +190,20 @@ def prior_draw(split: SplitModel, key: Array, theta: dict[str, Array], z: Array 
 
 
 def put_back(argument: Array, drawn: list[tuple[Array, Array]]) -> Array:
-    """An argument with drawn values at their places; what is missing (NaN) stays so.
+    """An argument with drawn values at their places. Whole numbers that a continuous site observes become real ones.
 
-    Whole numbers that a continuous site observes become real ones.
-
-    >>> put_back(jnp.array([[1.0, jnp.nan], [3.0, 4.0]]), [(jnp.array([7.0, 8.0]), jnp.array([0, 1]))]).tolist()
-    [[7.0, nan], [3.0, 4.0]]
+    >>> put_back(jnp.array([[1, 2], [3, 4]]), [(jnp.array([7, 8]), jnp.array([0, 3]))]).tolist()
+    [[7, 2], [3, 8]]
     """
-    real = jnp.issubdtype(argument.dtype, jnp.floating)
-    if not real and any(jnp.issubdtype(value.dtype, jnp.floating) for value, _ in drawn):
-        argument, real = argument.astype(jnp.zeros(()).dtype), True
-    new = flat = argument.ravel()
+    real = any(jnp.issubdtype(value.dtype, jnp.floating) for value, _ in drawn)
+    if real and not jnp.issubdtype(argument.dtype, jnp.floating):
+        argument = argument.astype(jnp.zeros(()).dtype)
+    flat = argument.ravel()
     for value, places in drawn:
-        if jnp.issubdtype(value.dtype, jnp.floating):  # no number is not the same as missing
-            value = jnp.where(jnp.isnan(value), jnp.inf, value)
         at = places.ravel()
         at = jnp.where(at == NOWHERE, flat.size, at)  # a negative index would count from the end
-        new = new.at[at].set(value.ravel().astype(flat.dtype), mode="drop")
-    return (jnp.where(jnp.isnan(flat), flat, new) if real else new).reshape(argument.shape)
+        flat = flat.at[at].set(value.ravel().astype(flat.dtype), mode="drop")
+    return flat.reshape(argument.shape)
 
 
 # --- what cannot be simulated -----------------------------------------------------------------------------------------
@@ -256,7 +260,6 @@ def _check_terms(split: SplitModel) -> None:
 
 
 def _check_source(site: str, sources: frozenset[str], free: list[str], weighted: bool) -> None:
-    fixed = sorted(sources - set(free))
     if weighted:
         raise PartitionError(
             f"observed site {site!r} is weighted by handlers.scale, and a weighted likelihood is no distribution of "
@@ -267,10 +270,10 @@ def _check_source(site: str, sources: frozenset[str], free: list[str], weighted:
             f"observed site {site!r} reads no argument of a silo's own, so what is simulated for it cannot be put "
             "back: pass its values as an argument, obs=y"
         )
-    if fixed:
+    if not sources & set(free):
         raise PartitionError(
-            f"observed site {site!r} reads {', '.join(map(repr, fixed))}, which other draws of the model depend on, "
-            "too (a lagged value, a covariate that is modelled itself), so simulated values would change what they are "
+            f"observed site {site!r} reads {', '.join(map(repr, sorted(sources)))}, which other draws of the model "
+            "depend on, too (a lagged value, a covariate that is modelled itself), so simulated values would change what they are "
             "simulated from: pass the observed values and the others as two arguments, if they are two"
         )
 
