@@ -273,8 +273,8 @@ def _check_source(site: str, sources: frozenset[str], free: list[str], weighted:
     if not sources & set(free):
         raise PartitionError(
             f"observed site {site!r} reads {', '.join(map(repr, sorted(sources)))}, which other draws of the model "
-            "depend on, too (a lagged value, a covariate that is modelled itself), so simulated values would change what they are "
-            "simulated from: pass the observed values and the others as two arguments, if they are two"
+            "depend on, too (a lagged value, a covariate that is modelled itself), so simulated values would change "
+            "what they are simulated from: pass the observed values and the others as two arguments, if they are two"
         )
 
 

@@ -1,23 +1,22 @@
 """Figures of a fit: how its rounds went, and what each silo says beside the posterior of all."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from scipy.stats import norm
 
-from numpyro_fed.normal.families import product
+from numpyro_fed.host import real_dtype
+from numpyro_fed.results.conflict import NOTHING
 from numpyro_fed.results.figures import COLOURS, GREY, STYLES, as_array, named, panels, plain
-from numpyro_fed.results.influence import Moments, factors_of, moments_of, with_sites
+from numpyro_fed.results.influence import cavities, factors_of, with_sites
 from numpyro_fed.results.scalars import scalars
 from numpyro_fed.results.value import Fitted
 
 BLUE, VERMILION = COLOURS[:2]
 SILOS, PARAMETERS = 30, 8  # of a forest plot
 PROBABILITY = 0.9  # of an interval
-POINTS = 500  # of each normal, from which intervals of constrained sites are read
 MEANINGS = {
     "loss": "loss",
     "moving": "a whole step would move, sds",
@@ -63,7 +62,7 @@ class Plotted(Fitted):
         start = np.asarray(self.history.get("start", np.zeros(self.num_rounds)), bool)
         for ax, name in zip(axes, asked, strict=True):
             if start.any():
-                ax.axvspan(0.5, start.sum() + 0.5, color="0.93", linewidth=0, label="finding a start")
+                ax.axvspan(0.5, start.sum() + 0.5, color="0.9", linewidth=0, label="finding a start")
             if name == "sent":
                 _sent(ax, self.history)
             else:
@@ -77,11 +76,15 @@ class Plotted(Fitted):
     ) -> np.ndarray:
         r"""A forest plot: each silo's own evidence beside the posterior of all; matplotlib axes. For EP and PVI.
 
-        A silo's line is the median and 90 per cent interval of :math:`t_0 t_j`, the prior times the silo's site: the
-        posterior as it would be had nobody else spoken. (The site was found in the others' company, around the
-        posterior of all: exact where likelihoods are normal, their curvature there elsewhere.) Where a silo cannot say
-        anything of a parameter its line is as wide as the prior; where the product is no distribution, it has none. At
-        the bottom the posterior, whose interval is shaded through all silos.
+        A silo's line is the 90 per cent interval of what it adds to the posterior of a parameter, the others (and the
+        prior) being believed about all the rest: with mean m and variance C of the posterior, and m_c, C_c of the
+        posterior without the silo, the normal with precision :math:`1 / C - 1 / C_c` and shift
+        :math:`m / C - m_c / C_c`. No prior is in it. A silo that disagrees by :meth:`conflict` has a line away from the
+        others'; one without a line says nothing of the parameter. At the bottom the posterior, whose interval is shaded
+        through all silos.
+
+        (The whole site :math:`t_j` says more, of all parameters together. But it was found around the posterior of all,
+        and where a silo disagrees, that is far from where it would go by itself.)
 
         Reads the server's sites; nobody is asked.
 
@@ -118,24 +121,24 @@ def _asked(names: str | Iterable[str], known: list[str]) -> list[str]:
 
 
 def _column(ax: Any, name: str, values: np.ndarray, start: np.ndarray) -> None:
-    rounds = np.arange(1, len(values) + 1)
+    rounds, later = np.arange(1, len(values) + 1), values[~start]
     many = len(values) > 200
-    ax.plot(
-        rounds, values, color=BLUE, linewidth=0.4 if many else 1.6, alpha=0.5 if many else 1.0, marker=_mark(rounds)
-    )
+    thin = dict(linewidth=0.4, alpha=0.5) if many else dict(linewidth=1.6)
+    ax.plot(rounds, values, color=BLUE, marker=_mark(rounds), **thin)
     if many:
-        width = max(len(values) // 50, 2)
-        mean = np.convolve(values, np.full(width, 1 / width), mode="valid")
-        ax.plot(rounds[width - 1 :], mean, color=BLUE, linewidth=1.6)
+        width = max(len(later) // 50, 1)
+        mean = np.convolve(later, np.full(width, 1 / width), mode="valid")
+        ax.plot(rounds[~start][width - 1 :], mean, color=BLUE, linewidth=1.6)
     ax.set_title(MEANINGS.get(name, name), fontsize="medium", loc="left")
-    later = values[~start] if (~start).any() else values
-    later = later[np.isfinite(later)]
     if name in ON_A_LOG_SCALE and np.any(later > 0):
         ax.set_yscale("log")
-    elif name == "loss" and len(later) > 3:
-        low, high = later.min(), np.quantile(later, 0.98) if many else later.max()
-        if high > low:
-            ax.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
+    elif name == "loss":
+        shown = values[max(start.sum() - 1, 0) :]  # with the last of the start
+        shown = shown[np.isfinite(shown)]
+        if len(shown):
+            low, high = np.quantile(shown, [0.005, 0.995]) if many else (shown.min(), shown.max())
+            room = max(0.15 * (high - low), 1e-4 * abs(high), 1e-12)
+            ax.set_ylim(low - room, high + room)
 
 
 def _sent(ax: Any, history: dict[str, np.ndarray]) -> None:
@@ -159,60 +162,71 @@ def _mark(rounds: np.ndarray) -> str | None:
 
 
 class Evidence(NamedTuple):
-    """Of each parameter: what all say, and what each silo says with the prior alone."""
+    """Of each parameter: what all say, and what each silo says of it, the others being believed about the rest."""
 
     everyone: dict[str, Interval]  # {parameter: interval}
-    alone: dict[str, dict[str, Interval] | None]  # {silo: {parameter: interval}}; None where it is no distribution
+    alone: dict[str, dict[str, Interval]]  # {silo: {parameter: interval}}; without those of which it says nothing
 
     def furthest(self, names: list[str], most: int) -> list[str]:
         """All silos or, where they are too many, those furthest from the posterior, in the order that they have."""
         if len(self.alone) <= most:
             return list(self.alone)
 
-        def distance(own: dict[str, Interval] | None) -> float:
-            if own is None:
-                return -1.0
-            off = [abs(own[n].median - self.everyone[n].median) / max(own[n].high - own[n].low, 1e-300) for n in names]
-            return max(off)
+        def distance(own: dict[str, Interval]) -> float:
+            known = [(own[name], self.everyone[name].median) for name in names if name in own]
+            return max((abs(one.median - middle) / (one.high - one.low) for one, middle in known), default=0.0)
 
         kept = sorted(self.alone, key=lambda name: -distance(self.alone[name]))[:most]
         return [name for name in self.alone if name in kept]
 
 
 def own_evidence(fit: Fitted) -> Evidence:
-    """Intervals of the posterior, and of the prior's factor times each silo's."""
-    factors = factors_of(with_sites(fit, "plot_silos"), fit.state.server)
-    q = moments_of(factors.family, factors.product)
-    if q is None:
-        raise ValueError("the posterior itself is improper, so there is nothing to show: run more rounds")
-    found: dict[str, Moments | None] = {}
-    for j, name in enumerate(fit.state.names):
-        with jax.enable_x64(True):
-            site = jax.tree.map(lambda leaf, j=j: leaf[j], factors.each)
-        found[name] = moments_of(factors.family, product(factors.prior, site))
-    proper = {name: moments for name, moments in found.items() if moments is not None}
-    intervals = _intervals(fit, [q, *proper.values()])
-    alone = dict(zip(proper, intervals[1:], strict=True))
-    return Evidence(intervals[0], {name: alone.get(name) for name in found})
+    """Intervals of the posterior, and of each silo's factor of it, one parameter at a time.
+
+    The silo's factor of a coordinate is the posterior's normal over that of the posterior without the silo: precision
+    1 / C - 1 / C_c, shift m / C - m_c / C_c.
+    """
+    q, each = cavities(factors_of(with_sites(fit, "plot_silos"), fit.state.server), fit.state.names)
+    sds = np.sqrt(np.diagonal(q.covariance))
+    constrained = _back(fit, q.mean)
+    everyone = constrained(q.mean, sds)
+    alone = {}
+    for name, _, cavity in each:
+        own_mean, own_sds = np.full((2, len(sds)), np.nan)
+        if cavity is not None:
+            variance = np.diagonal(cavity.covariance)
+            precision = 1 / sds**2 - 1 / variance
+            known = precision * sds**2 > NOTHING
+            own_sds[known] = precision[known] ** -0.5
+            own_mean[known] = ((q.mean / sds**2 - cavity.mean / variance) / np.where(known, precision, 1.0))[known]
+        alone[name] = constrained(own_mean, own_sds)
+    return Evidence(everyone, alone)
 
 
-def _intervals(fit: Fitted, normals: list[Moments]) -> list[dict[str, Interval]]:
-    """Of the constrained sites, from the same standard normal points for all."""
-    dim = len(normals[0].mean)
-    eps = np.random.default_rng(0).normal(size=(POINTS // 2, dim))
-    grid = norm.ppf((np.arange(POINTS) + 0.5) / POINTS)  # a parameter's own points are quantiles, whatever is drawn
-    eps = np.concatenate([eps, -eps])
-    order = np.argsort(np.argsort(eps, axis=0), axis=0)
-    points = [one.mean + grid[order] @ np.linalg.cholesky(one.covariance).T for one in normals]
-    dtype = np.dtype(jax.dtypes.canonicalize_dtype(np.float64))
-    sites = fit.programs.global_sites(np.concatenate(points).astype(dtype), fit.state.server)
-    values = scalars({name: np.asarray(x) for name, x in sites.items()})
-    tail = (1 - PROBABILITY) / 2
-    out = []
-    for i in range(len(normals)):
-        part = {name: x[i * POINTS : (i + 1) * POINTS] for name, x in values.items() if np.ptp(x) > 0}
-        out.append({name: Interval(*np.quantile(x, [tail, 0.5, 1 - tail])) for name, x in part.items()})
-    return out
+def _back(fit: Fitted, centre: np.ndarray) -> Callable[[np.ndarray, np.ndarray], dict[str, Interval]]:
+    """From means and sds of the coordinates of z_G to intervals, in the sites' own units where these have as many."""
+    split, server, dim = fit.split, fit.state.server, len(centre)
+    reach = norm.ppf(0.5 + PROBABILITY / 2)
+    at_centre = fit.programs.global_sites(centre[None].astype(real_dtype()), server)
+    shapes = {site: np.shape(value)[1:] for site, value in at_centre.items()}
+    plain_sites = [site for site, shape in split.global_shapes.items() if shapes[site] == shape]
+    names = split.coordinate_names()
+    own_units = [any(name == site or name.startswith(f"{site}[") for site in plain_sites) for name in names]
+
+    def intervals(mean: np.ndarray, sds: np.ndarray) -> dict[str, Interval]:
+        ends = np.stack([mean - reach * sds, mean, mean + reach * sds])  # (3, d)
+        points = np.broadcast_to(centre, (3, dim, dim)).copy()
+        points[:, np.arange(dim), np.arange(dim)] = np.where(np.isfinite(ends), ends, centre)
+        sites = fit.programs.global_sites(points.reshape(-1, dim).astype(real_dtype()), server)
+        values = scalars({site: np.asarray(sites[site]) for site in plain_sites})
+        out = {}
+        for k, name in enumerate(names):
+            if np.isfinite(sds[k]):
+                found = values[name].reshape(3, dim)[:, k] if own_units[k] else ends[:, k]
+                out[name if own_units[k] else f"{name}, unconstrained"] = Interval(*sorted(map(float, found)))
+        return out
+
+    return intervals
 
 
 def _forest(found: Evidence, names: list[str], rows: list[str], left_out: int) -> np.ndarray:
@@ -249,7 +263,7 @@ def _forest(found: Evidence, names: list[str], rows: list[str], left_out: int) -
     axes[0].set_yticks([*range(bottom + 1)], [*rows, "all silos"], fontsize="small")
     for ax in axes:
         ax.tick_params(axis="y", length=0)
-    note = f"{PROBABILITY:.0%} intervals: each silo with the prior alone, and the posterior of all"
+    note = f"{PROBABILITY:.0%} intervals: of each silo's own evidence, and of the posterior"
     if len(rows) < len(found.alone):
         note += f"; {len(rows)} of {len(found.alone)} silos"
     if left_out:
