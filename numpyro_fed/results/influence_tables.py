@@ -155,7 +155,7 @@ def _heat_map(values: pd.DataFrame, label: str, least: float = 1.0) -> Any:
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     for (i, j), value in np.ndenumerate(values.to_numpy(float)):
-        text, dark = ("-", False) if np.isnan(value) else (f"{value:.1f}", abs(value) > 0.6 * limit)
+        text, dark = ("-", False) if np.isnan(value) else (f"{round(value, 1) + 0.0:.1f}", abs(value) > 0.6 * limit)
         ax.text(j, i, text, ha="center", va="center", fontsize="small", color="white" if dark else "0.2")
     bar = fig.colorbar(image, ax=ax, shrink=min(1.0, 2.2 / max(height, 2.0)))
     bar.ax.tick_params(labelsize="small", length=2)

@@ -17,6 +17,7 @@ from numpyro_fed.results.value import Fitted
 BLUE, VERMILION = COLOURS[:2]
 SILOS, PARAMETERS = 30, 8  # of a forest plot
 PROBABILITY = 0.9  # of an interval
+WIDEST = 12.0  # intervals of the posterior: a silo's line that is wider is cut
 MEANINGS = {
     "loss": "loss",
     "moving": "a whole step would move, sds",
@@ -62,7 +63,9 @@ class Plotted(Fitted):
         start = np.asarray(self.history.get("start", np.zeros(self.num_rounds)), bool)
         for ax, name in zip(axes, asked, strict=True):
             if start.any():
-                ax.axvspan(0.5, start.sum() + 0.5, color="0.9", linewidth=0, label="finding a start")
+                ax.axvspan(0.5, start.sum() + 0.5, color="0.92", linewidth=0)
+                where = {"transform": ax.get_xaxis_transform(), "ha": "left", "va": "bottom"}
+                ax.text(0.6, 0.01, "start", fontsize="x-small", color=GREY, **where)
             if name == "sent":
                 _sent(ax, self.history)
             else:
@@ -229,36 +232,28 @@ def _back(fit: Fitted, centre: np.ndarray) -> Callable[[np.ndarray, np.ndarray],
     return intervals
 
 
+def _limits(all_: Interval, lines: Iterable[Interval]) -> tuple[float, float]:
+    """Of a panel: a silo that hardly knows a parameter does not flatten the others."""
+    near = [all_, *(one for one in lines if one.high - one.low <= WIDEST * (all_.high - all_.low))]
+    low, high = min(one.low for one in near), max(one.high for one in near)
+    return low - 0.05 * (high - low), high + 0.05 * (high - low)
+
+
 def _forest(found: Evidence, names: list[str], rows: list[str], left_out: int) -> np.ndarray:
     from matplotlib import pyplot as plt
 
-    columns = min(4, len(names))
+    columns, bottom = min(4, len(names)), len(rows)
     lines = -(-len(names) // columns)
     longest = max(len(name) for name in (*rows, "all silos"))
-    size = (0.4 + 0.07 * longest + {1: 4.2, 2: 3.0}.get(columns, 2.2) * columns, lines * (0.9 + 0.24 * (len(rows) + 1)))
+    width = 0.4 + 0.07 * longest + {1: 4.2, 2: 3.0}.get(columns, 2.2) * columns
+    size = (width, lines * (0.9 + 0.24 * (bottom + 1)))
     fig, grid = plt.subplots(lines, columns, figsize=size, squeeze=False, sharey=True, layout="constrained")
     for ax in grid.flat[len(names) :]:
         ax.set_visible(False)
-    axes, bottom = list(grid.flat[: len(names)]), len(rows)
+    axes = list(grid.flat[: len(names)])
     for ax, name in zip(axes, names, strict=True):
-        plain(ax)
-        ax.spines["left"].set_visible(False)
-        all_ = found.everyone[name]
-        ax.axvspan(all_.low, all_.high, color="0.92", linewidth=0)
-        ax.axvline(all_.median, color="0.6", linewidth=0.8)
-        for y, silo in enumerate(rows):
-            own = found.alone[silo]
-            if own is None:
-                ax.text(
-                    all_.median, y, "no distribution alone", fontsize="x-small", color=GREY, ha="center", va="center"
-                )
-                continue
-            ax.plot([own[name].low, own[name].high], [y, y], color=BLUE, linewidth=1.4, solid_capstyle="butt")
-            ax.plot(own[name].median, y, "s", color=BLUE, markersize=4)
-        ax.plot([all_.low, all_.high], [bottom, bottom], color=VERMILION, linewidth=2.6, solid_capstyle="butt")
-        ax.plot(all_.median, bottom, "D", color=VERMILION, markersize=5)
+        _forest_panel(ax, found.everyone[name], [found.alone[silo].get(name) for silo in rows])
         ax.set_title(name, fontsize="medium")
-        ax.locator_params(axis="x", nbins=4)
     axes[0].set_ylim(bottom + 0.6, -0.6)
     axes[0].set_yticks([*range(bottom + 1)], [*rows, "all silos"], fontsize="small")
     for ax in axes:
@@ -270,3 +265,27 @@ def _forest(found: Evidence, names: list[str], rows: list[str], left_out: int) -
         note += f"; {len(names)} of {len(names) + left_out} parameters"
     fig.supxlabel(note, fontsize="small", color=GREY)
     return as_array(axes)
+
+
+def _forest_panel(ax: Any, all_: Interval, lines: list[Interval | None]) -> None:
+    """One parameter: a line for each silo, marked where it goes on beyond the panel, and the posterior below."""
+    plain(ax)
+    ax.spines["left"].set_visible(False)
+    ax.axvspan(all_.low, all_.high, color="0.92", linewidth=0)
+    ax.axvline(all_.median, color="0.6", linewidth=0.8)
+    low, high = _limits(all_, [one for one in lines if one is not None])
+    for y, own in enumerate(lines):
+        if own is None:
+            where = {"transform": ax.get_yaxis_transform(), "ha": "left", "va": "center"}
+            ax.text(0.02, y, "says nothing", fontsize="x-small", color=GREY, **where)
+            continue
+        ax.plot([own.low, own.high], [y, y], color=BLUE, linewidth=1.4, solid_capstyle="butt")
+        ax.plot(own.median, y, "s", color=BLUE, markersize=4)
+        for mark, end, beyond in (("<", low, own.low < low), (">", high, own.high > high)):
+            if beyond:
+                ax.plot(end, y, mark, color=BLUE, markersize=4, clip_on=False)
+    bottom = len(lines)
+    ax.plot([all_.low, all_.high], [bottom, bottom], color=VERMILION, linewidth=2.6, solid_capstyle="butt")
+    ax.plot(all_.median, bottom, "D", color=VERMILION, markersize=5)
+    ax.set_xlim(low, high)
+    ax.locator_params(axis="x", nbins=4)
