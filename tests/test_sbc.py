@@ -122,7 +122,7 @@ def test_p_values_of_uniform_ranks_are_uniform_and_bands_hold():
 def test_bias_and_spread_of_normal_posteriors_are_the_closed_form(sd, shift):
     """Posteriors N(m + shift, sd^2) where N(m, 1) is right."""
     draws = np.random.default_rng(2)
-    mean, num, num_draws = draws.normal(size=20_000), 20_000, 255
+    mean, num, num_draws = draws.normal(size=4000), 4000, 255
     truth = mean + draws.normal(size=num)
     ranks = draws.binomial(num_draws, norm.cdf((truth - mean - shift) / sd))
     found = statistics(ranks, mean + shift, np.full(num, sd), truth, np.full(num, np.nan), num_draws)

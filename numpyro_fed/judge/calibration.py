@@ -85,16 +85,13 @@ class Calibration:
         ``p_value`` of the four tests together (the least of their p-values, times four) and ``family_wise``, that times
         the number of quantities.
         """
-        parts = (self.ranks, self.means, self.sds, self.truths, self.steps)
-        rows = [
-            {"parameter": name, "kind": self.kinds[name]}
-            | statistics(
-                *(np.asarray(part[name]) for part in parts),
-                self.num_draws,
-                0.0 if self.kinds[name] == LIKELIHOOD else NO_MATTER,
-            )
-            for name in self.ranks
-        ]
+        rows = []
+        for name, kind in self.kinds.items():
+            column = [part[name].to_numpy() for part in (self.ranks, self.means, self.sds, self.truths, self.steps)]
+            ranks, means, sds, truths, steps = column
+            no_matter = 0.0 if kind == LIKELIHOOD else NO_MATTER
+            found = statistics(ranks, means, sds, truths, steps, self.num_draws, no_matter)
+            rows.append({"parameter": name, "kind": kind} | found)
         table = pd.DataFrame(rows)
         table["family_wise"] = np.minimum(1.0, table["p_value"] * len(table))
         return table

@@ -94,17 +94,18 @@ class Posteriors:
         """The posterior of one data set, and where the truth lies in it."""
         began, kinds = time.perf_counter(), self.kinds(simulated)
         verdict, failure = "", ""
-        columns = [np.full(len(kinds), np.nan)] * 4
-        ranks = np.zeros(len(kinds), int)
+        rows = np.full((len(kinds), 5), np.nan)
         try:
             _check_finite(simulated)
             drawn = self._drawn(simulated, key)
             verdict = drawn.verdict
-            rows = self._rows(simulated, drawn, key)
-            ranks, columns = np.array([row[0] for row in rows]), list(np.array([row[1:] for row in rows]).T)
+            rows = np.array(self._rows(simulated, drawn, key), float)
         except (FloatingPointError, ValueError, np.linalg.LinAlgError) as error:
             failure = str(error) or type(error).__name__
-        return Done(ranks, *columns, verdict, failure, time.perf_counter() - began)
+        ranks = (np.zeros(len(rows)) if failure else rows[:, 0]).astype(int)
+        return Done(
+            ranks, rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4], verdict, failure, time.perf_counter() - began
+        )
 
     def _rows(self, simulated: Simulated, drawn: Drawn, key: Array) -> list[tuple[int, float, float, float, float]]:
         """Rank, mean, sd, truth and step of each quantity."""
@@ -251,7 +252,7 @@ def _program(split: SplitModel, marginal: Marginal, num: int) -> Any:
     return jax.jit(run)
 
 
-def rank(truth: float, draws: np.ndarray, ties: np.random.Generator) -> int:
+def rank(truth: Any, draws: np.ndarray, ties: np.random.Generator) -> int:
     """How many draws are below the truth; of those that equal it, a random number.
 
     >>> rank(0.5, np.array([0.1, 0.7, 0.4]), np.random.default_rng(0))

@@ -168,8 +168,9 @@ def _design(
         raise TypeError(f"method must be a method, nf.EP(model), or a function (rng_key, silos) -> fit, got {method!r}")
     if silo is not None and silo not in silos.names:
         raise KeyError(f"no silo is named {silo!r}; the silos are {', '.join(map(repr, silos.names))}")
+    chosen: Any = known if model is None else model
     split = split_model(
-        known if model is None else model,
+        chosen,
         silos,
         getattr(method, "local", None),
         getattr(method, "shared", None),

@@ -71,14 +71,14 @@ class SimulationFile:
                 "with: give another path, or remove the file"
             )
         rows = zip(*(columns[name] for name in Done._fields), strict=True)
-        made = (Done(*numbers, str(v), str(f), float(c)) for *numbers, v, f, c in rows)
+        made = (Done(r, m, s, z, w, str(v), str(f), float(c)) for r, m, s, z, w, v, f, c in rows)
         return {int(s): done for s, done in zip(columns["simulation"], made, strict=True)}
 
     def write(self, done: dict[int, Done]) -> None:
         """All of them; the file before is replaced at once."""
         if not done:
             return
-        columns = {name: np.array([getattr(one, name) for one in done.values()]) for name in Done._fields}
+        columns: dict[str, Any] = {n: np.array([getattr(one, n) for one in done.values()]) for n in Done._fields}
         header = json.dumps({"format": FORMAT, "version": VERSION, "about": self.about})
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:

@@ -92,12 +92,13 @@ class Simulator:
                 drawn = [self._of_bucket(b, key, z, theta) for b in range(len(self.stack.buckets))]
             except NotImplementedError:
                 raise PartitionError(_improper(self.split)) from None
-        args, latent = {}, {}
+        args: dict[str, list[np.ndarray]] = {}
+        latent: dict[str, Any] = {}
         for bucket, (arguments, values) in zip(self.stack.buckets, drawn, strict=True):
             for i, name in enumerate(bucket.names):
                 args[name] = [array[i] for array in arguments]
                 if name == self.silo:
-                    own = {site: x[i] for site, x in values.items()}
+                    own: dict[str, Any] = {site: x[i] for site, x in values.items()}
                     latent = self.split.unpadded(own, self.split.partition.lengths(name), bucket.lengths)
         return Simulated(np.asarray(z), jax.device_get(sites), latent, self.silos.changed(partial(self._put, args)))
 
@@ -160,7 +161,7 @@ class Simulator:
         places, valid = jax.device_get(jax.jit(jax.vmap(one), compiler_options=ONCE)(args, mask))
         out = {(i, s): np.where(valid[s], at, NOWHERE) for i, found in places.items() for s, at in found.items()}
         for site, real in valid.items():
-            sources = sum(np.where(at != NOWHERE, 1, 0) for (_, s), at in out.items() if s == site)
+            sources = np.sum([at != NOWHERE for (_, s), at in out.items() if s == site], axis=0)
             if not np.all(sources[real] == 1):
                 raise PartitionError(
                     f"observed site {site!r} observes something that is computed from the silo's arguments, or partly "
@@ -221,7 +222,7 @@ def _read(split: SplitModel) -> _Sources:
     observed = [site.name for site in silo_terms(split, "observed")]
     latent = [s.name for s in split.partition.sites if s.role in ("local", "enumerated")]
 
-    weighted = set()
+    weighted: set[str] = set()
 
     def run(**arrays: Any) -> tuple[dict, dict]:
         given = data._replace(args=tuple(arrays[name] for name in names))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import norm
 
-from numpyro_fed.host import real_dtype
+from numpyro_fed.host import put, real_dtype
 from numpyro_fed.results.conflict import NOTHING
 from numpyro_fed.results.figures import COLOURS, GREY, STYLES, as_array, named, panels, plain
 from numpyro_fed.results.influence import cavities, factors_of, with_sites
@@ -64,8 +64,9 @@ class Plotted(Fitted):
         for ax, name in zip(axes, asked, strict=True):
             if start.any():
                 ax.axvspan(0.5, start.sum() + 0.5, color="0.92", linewidth=0)
-                where = {"transform": ax.get_xaxis_transform(), "ha": "left", "va": "bottom"}
-                ax.text(0.6, 0.01, "start", fontsize="x-small", color=GREY, **where)
+                ax.text(
+                    0.6, 0.01, "start", transform=ax.get_xaxis_transform(), va="bottom", fontsize="x-small", color=GREY
+                )
             if name == "sent":
                 _sent(ax, self.history)
             else:
@@ -210,7 +211,7 @@ def _back(fit: Fitted, centre: np.ndarray) -> Callable[[np.ndarray, np.ndarray],
     """From means and sds of the coordinates of z_G to intervals, in the sites' own units where these have as many."""
     split, server, dim = fit.split, fit.state.server, len(centre)
     reach = norm.ppf(0.5 + PROBABILITY / 2)
-    at_centre = fit.programs.global_sites(centre[None].astype(real_dtype()), server)
+    at_centre = fit.programs.global_sites(put(centre[None].astype(real_dtype())), server)
     shapes = {site: np.shape(value)[1:] for site, value in at_centre.items()}
     plain_sites = [site for site, shape in split.global_shapes.items() if shapes[site] == shape]
     names = split.coordinate_names()
@@ -220,7 +221,7 @@ def _back(fit: Fitted, centre: np.ndarray) -> Callable[[np.ndarray, np.ndarray],
         ends = np.stack([mean - reach * sds, mean, mean + reach * sds])  # (3, d)
         points = np.broadcast_to(centre, (3, dim, dim)).copy()
         points[:, np.arange(dim), np.arange(dim)] = np.where(np.isfinite(ends), ends, centre)
-        sites = fit.programs.global_sites(points.reshape(-1, dim).astype(real_dtype()), server)
+        sites = fit.programs.global_sites(put(points.reshape(-1, dim).astype(real_dtype())), server)
         values = scalars({site: np.asarray(sites[site]) for site in plain_sites})
         out = {}
         for k, name in enumerate(names):
@@ -276,8 +277,9 @@ def _forest_panel(ax: Any, all_: Interval, lines: list[Interval | None]) -> None
     low, high = _limits(all_, [one for one in lines if one is not None])
     for y, own in enumerate(lines):
         if own is None:
-            where = {"transform": ax.get_yaxis_transform(), "ha": "left", "va": "center"}
-            ax.text(0.02, y, "says nothing", fontsize="x-small", color=GREY, **where)
+            ax.text(
+                0.02, y, "says nothing", transform=ax.get_yaxis_transform(), va="center", fontsize="x-small", color=GREY
+            )
             continue
         ax.plot([own.low, own.high], [y, y], color=BLUE, linewidth=1.4, solid_capstyle="butt")
         ax.plot(own.median, y, "s", color=BLUE, markersize=4)
