@@ -196,8 +196,8 @@ def statistics(
     >>> draws = np.random.default_rng(0)
     >>> mean, ranks = draws.normal(size=1000), draws.integers(0, 100, 1000)
     >>> found = statistics(ranks, mean, np.ones(1000), mean + draws.normal(0.5, 1, 1000), np.full(1000, np.nan), 99)
-    >>> round(found["bias"], 1), abs(found["pull"]) < 0.1, round(found["spread"], 1)
-    (-0.5, True, 1.0)
+    >>> bool(-0.6 < found["bias"] < -0.4), bool(abs(found["pull"]) < 0.1), found["p_value"] < 0.001
+    (True, True, True)
     """
     num = len(ranks)
     if num < 3:
