@@ -146,9 +146,9 @@ def main(args):
             seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
             print(found, f"wall {seconds:.0f} s, CPU {cpu:.0f} s", sep="\n", end="\n\n", flush=True)
             found.plot()[0].figure.savefig(f"{path}.png", dpi=120)
-            rows.append(line(design, label, found, found.seconds))
+            rows.append(line(design, label, found, cpu))
     if rows:
-        columns = ["design", "method", "simulations", "largest bias", "oddest spread", "p", "calibrated", "seconds"]
+        columns = ["design", "method", "simulations", "largest bias", "oddest spread", "p", "calibrated", "CPU seconds"]
         print(table(columns, rows), end="\n\n")
     if not args.only or args.only == "wrong":
         print(wrong(args.num_simulations, args.seeds))

@@ -306,6 +306,8 @@ def test_simulations_go_on_from_a_file(tmp_path):
     assert case.calls == 4
     longer = case.sbc(9, checkpoint=path)
     assert case.calls == 9  # the first four were read
+    assert case.sbc(2, checkpoint=path).num_done == 2 and case.calls == 9
+    assert case.sbc(9, checkpoint=path).num_done == 9 and case.calls == 9  # fewer do not forget the others
     at_once = case.sbc(9)
     for name in ("ranks", "means", "sds", "truths", "steps"):
         assert getattr(longer, name).equals(getattr(at_once, name))

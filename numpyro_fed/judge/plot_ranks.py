@@ -42,6 +42,7 @@ def ecdf_panels(ranks: pd.DataFrame, num_ranks: int, p_values: pd.Series, parame
         ax.plot(at, curve, color=colour, linestyle=style, linewidth=1.6, label=label)
         ax.set_title(f"{name}  (outside)" if outside else name, fontsize="medium")
         ax.set_xlim(0, 1)
+        ax.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
     for ax in axes:
         ax.set_ylim(-widest, widest)
     fig.supxlabel("rank of the truth among draws, as a share", fontsize="small")

@@ -1,8 +1,8 @@
 """Simulation-based calibration: would a method be right on data such as these, if the model were?
 
-Draw globals from the prior, and from the model the data that the user's own silos would have had: their sizes, their
-covariates. Run the method on them, as it is, and look where the truth lies among its draws. Over
-many such data sets that is a uniform rank if posteriors are right (Talts et al. 2018), whatever the model.
+Draw globals from the prior, and from the model the data that the user's own silos would have had, with their sizes and
+covariates. Run the method on them, as it is, and look where the truth lies among its draws. Over many such data sets
+that is a uniform rank if posteriors are right (Talts et al. 2018), whatever the model.
 
 All simulations have the same shapes, so the programs of a run are compiled for the first of them and serve all.
 """
@@ -100,12 +100,13 @@ def sbc(
     posteriors = Posteriors(method, design.split, design.theta, design.named(silo), num_draws, likelihoods, run_options)
     draw = partial(_drawn, design, key)
     first = draw(0)
-    done: dict[int, Done] = {}
+    kept: dict[int, Done] = {}
     file = None
     if checkpoint is not None:
         settings = (num_draws, silo, likelihoods, given is not None)
         file = SimulationFile(checkpoint, about(method, run_options, settings, silos, first, key))
-        done = {s: one for s, one in file.read().items() if s < num}
+        kept = file.read()
+    done = {s: one for s, one in kept.items() if s < num}
     written = time.monotonic()
     with tqdm(total=num, initial=len(done), desc="sbc", disable=not progress_bar, unit="simulation") as bar:
         try:
@@ -116,7 +117,7 @@ def sbc(
                 bar.update(1)
                 _give_up(done)
                 if file is not None and time.monotonic() - written > EVERY:
-                    file.write(done)
+                    file.write(kept | done)
                     written = time.monotonic()
         except KeyboardInterrupt:
             if all(one.failure for one in done.values()):
@@ -124,7 +125,7 @@ def sbc(
             bar.write(f"stopped after {len(done)} of {num} simulations; this is the calibration so far")
         finally:
             if file is not None:
-                file.write(done)
+                file.write(kept | done)
     return _calibration(_label(method), posteriors.kinds(first), dict(sorted(done.items())), num_draws, num)
 
 
