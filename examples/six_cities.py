@@ -67,7 +67,7 @@ def main(args):
 
     path = Path(args.out) / "six_cities.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    comparison.plot().savefig(path, dpi=150)
+    comparison.plot()[0].figure.savefig(path, dpi=150)
     print(f"figure: {path}")
     return comparison
 

@@ -7,11 +7,13 @@ from numpyro_fed.data import datasets, partitioners
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.split import split
 from numpyro_fed.data.store import SiloStore
+from numpyro_fed.judge.calibration import Calibration
 from numpyro_fed.judge.compare import Comparison, compare
 from numpyro_fed.judge.compare_models import ModelComparison, compare_models
 from numpyro_fed.judge.evaluate import evaluate
 from numpyro_fed.judge.messages import partition
 from numpyro_fed.judge.nuts import Reference, nuts
+from numpyro_fed.judge.sbc import sbc
 from numpyro_fed.methods import (
     EP,
     GIPVI,
@@ -45,6 +47,7 @@ __all__ = [
     "PVI",
     "SEP",
     "SFVI",
+    "Calibration",
     "Comparison",
     "Conflict",
     "Correction",
@@ -84,6 +87,7 @@ __all__ = [
     "partition",
     "partitioners",
     "prepare",
+    "sbc",
     "schedules",
     "solvers",
     "split",

@@ -11,12 +11,14 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from matplotlib import pyplot as plt
 from scipy.stats import chi2, kstest, norm
 
 import numpyro_fed as nf
 from benchmarks import conflict as conflicts
 from numpyro_fed.normal.families import Natural
 from numpyro_fed.results.conflict import disagreement
+from numpyro_fed.results.plots import own_evidence
 
 KEY = jax.random.key(3)
 PRIOR_SD, GROUP_SD, NOISE = 2.0, 0.5, 0.7
@@ -221,7 +223,43 @@ def test_influence_is_the_closed_form(fit: nf.Fit, silos: nf.Silos) -> None:
         np.testing.assert_allclose(rows["shift"], (mean - rest) / sd, rtol=1e-6, atol=1e-8)
         np.testing.assert_allclose(rows["sd_ratio"], sd / np.sqrt(np.diagonal(less)), rtol=1e-6)
     assert "beta[1]" in repr(found) and "<table" in found._repr_html_()
-    assert len(found.plot().axes) == 2
+    assert len(found.plot().figure.axes) == 2  # and a bar of colours
+
+
+@pytest.mark.usefixtures("x64")
+def test_forest_plot_shows_what_each_silo_adds(fit: nf.Fit, silos: nf.Silos) -> None:
+    mean, cov = posterior(silos, *silos.names)
+    found, reach = own_evidence(fit), norm.ppf(0.95)
+    for name in silos.names:
+        rest, less = posterior(silos, *(other for other in silos.names if other != name))
+        for k in range(2):
+            # the posterior of a parameter is that without the silo, times the silo's own factor
+            precision = 1 / cov[k, k] - 1 / less[k, k]
+            own = (mean[k] / cov[k, k] - rest[k] / less[k, k]) / precision
+            expected = own + reach * precision**-0.5 * np.array([-1, 0, 1])
+            np.testing.assert_allclose(found.alone[name][f"beta[{k}]"], expected, rtol=1e-5, atol=1e-6)
+            whole = mean[k] + reach * np.sqrt(cov[k, k]) * np.array([-1, 0, 1])
+            np.testing.assert_allclose(found.everyone[f"beta[{k}]"], whole, rtol=1e-5, atol=1e-6)
+    axes = fit.plot_silos()
+    labels = [label.get_text() for label in axes[0].get_yticklabels()]
+    assert [ax.get_title() for ax in axes] == ["beta[0]", "beta[1]"] and labels == [*silos.names, "all silos"]
+    assert len(fit.plot_silos("beta[1]", silos=["york"])) == 1
+    for wrong in (dict(silos=["bath"]), dict(parameters="gamma")):
+        with pytest.raises(ValueError, match=r"no (silo|parameter or site) is named"):
+            fit.plot_silos(**wrong)
+    plt.close("all")
+
+
+def test_history_is_plotted_by_name(fit: nf.Fit) -> None:
+    axes = fit.plot_history()
+    assert [ax.get_title(loc="left") for ax in axes] == ["loss", "a whole step would move, sds", "sent so far, kB"]
+    shown = axes[2].get_lines()[0].get_ydata()
+    np.testing.assert_allclose(shown * 1e3, np.cumsum(fit.history["bytes_up"]))
+    assert [ax.get_title(loc="left") for ax in fit.plot_history("ess")] == ["least effective share"]
+    with pytest.raises(ValueError, match=r"the history has no 'luck'; it has .*sent"):
+        fit.plot_history("luck")
+    axes[0].figure.canvas.draw()
+    plt.close("all")
 
 
 @pytest.mark.usefixtures("x64")
@@ -251,7 +289,7 @@ def test_conflict_is_the_distance_of_silo_and_others(fit: nf.Fit, silos: nf.Silo
         assert distance.loc[name, "p_value"] == pytest.approx(chi2.sf(expected, 2), rel=1e-5)
     assert re.search(r"The smallest p-value is \w+'s, in beta\[\d\], of 2 looked at: .*; with 3 silos", repr(found))
     assert "'s, over all directions: " in repr(fit.conflict(normal_factors=True)) and "<table" in found._repr_html_()
-    assert "(p = " in found.plot().axes[0].get_yticklabels()[0].get_text()
+    assert "(p = " in found.plot().get_yticklabels()[0].get_text()
 
 
 @pytest.mark.usefixtures("x64")

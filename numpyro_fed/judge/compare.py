@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,11 +22,9 @@ from numpyro_fed.checks import check_key
 from numpyro_fed.judge.effective import constant, num_effective
 from numpyro_fed.judge.joint import Joint, joint_distances
 from numpyro_fed.judge.nuts import Reference
-from numpyro_fed.judge.plot import MAX_PANELS, REFERENCE, figure
+from numpyro_fed.judge.plot import REFERENCE, marginals
+from numpyro_fed.results.figures import MAX_PANELS, named
 from numpyro_fed.results.scalars import scalars
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Array = jax.Array
 
@@ -113,8 +111,10 @@ class Comparison:
         notes = "<br>".join(escape(line) for line in self.notes())
         return "".join(table.to_html(index=False, border=0) for table in self._tables()) + f"<p>{notes}</p>"
 
-    def plot(self, parameters: str | Iterable[str] | None = None) -> "Figure":
-        """The marginal densities over one another, one panel a parameter, as a matplotlib Figure.
+    def plot(self, parameters: str | Iterable[str] | None = None) -> np.ndarray:
+        """The marginal densities over one another, one panel a parameter: an array of matplotlib axes.
+
+        ``cmp.plot()[0].figure.savefig("marginals.png")`` keeps the figure.
 
         Args:
             parameters: names of parameters (``"beta[0]"``) or of sites (``"beta"``), in the order to show them. When
@@ -126,13 +126,13 @@ class Comparison:
         more than 2.6 times as high as the reference's is cut.
         """
         names = list(self.reference)
-        chosen = _chosen(names, parameters)
+        chosen = named(names, parameters)
         left_out = 0
         if parameters is None and len(names) > MAX_PANELS:
             worst = self.table.groupby("parameter", sort=False)["w1"].max().fillna(np.inf).nlargest(MAX_PANELS).index
             chosen = [name for name in names if name in worst]
             left_out = len(names) - len(chosen)
-        return figure(chosen, self.reference, self.draws, left_out)
+        return marginals(chosen, self.reference, self.draws, left_out)
 
 
 def compare(
@@ -332,16 +332,3 @@ def _largest_miss(method: Any, rows: pd.DataFrame) -> str:
         f"sd ratios {ratios.min():.2f} to {ratios.max():.2f}" if len(rows) > 1 else f"sd ratio {ratios.iloc[0]:.2f}"
     )
     return f"{method}: largest shift {worst['mean_shift']:.2f} sd ({worst['parameter']}), {spread}"
-
-
-def _chosen(names: list[str], parameters: str | Iterable[str] | None) -> list[str]:
-    if parameters is None:
-        return names
-    chosen: list[str] = []
-    for wanted in [parameters] if isinstance(parameters, str) else parameters:
-        found = [name for name in names if name == wanted or name.startswith(f"{wanted}[")]
-        if not found:
-            shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-            raise ValueError(f"no parameter or site is named {wanted!r}; the parameters are {shown}")
-        chosen += [name for name in found if name not in chosen]
-    return chosen

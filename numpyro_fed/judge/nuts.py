@@ -13,11 +13,9 @@ from html import escape
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 from numpyro.diagnostics import split_gelman_rubin
-from numpyro.distributions import biject_to
 
 from numpyro_fed.checks import check_key, warn_user
 from numpyro_fed.data.padding import SiloData, without_padding
@@ -25,6 +23,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.stack import Stack, stack_of
 from numpyro_fed.host import folded
 from numpyro_fed.judge.effective import constant, num_effective
+from numpyro_fed.judge.fixed import fixed_theta
 from numpyro_fed.judge.pooled import Point, chains
 from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.model.build import split_model
@@ -184,24 +183,13 @@ def nuts(
 
 
 def _fixed_theta(split: SplitModel, theta: Mapping[str, Any] | None) -> dict[str, Array]:
-    given = dict(theta or {})
-    unknown = sorted(set(given) - set(split.theta) - set(split.constants))
-    if unknown:
-        raise ValueError(
-            f"theta= names {', '.join(map(repr, unknown))}; the model's params are {', '.join(split.theta) or 'none'}"
-        )
-    left = [name for name in split.theta if name not in given]
+    left = [name for name in split.theta if name not in (theta or {})]
+    fixed = fixed_theta(split, theta)
     if left:
         warn_user(
             f"NUTS does not learn {', '.join(left)}: held at the initial value in the model. Pass theta=fit.params to "
             "judge a fit at the values it learned, or make them sample sites with a prior"
         )
-    fixed = dict(split.theta)
-    for name in split.theta:
-        if name in given:
-            like = lambda new, old: jnp.broadcast_to(jnp.asarray(new, old.dtype), old.shape)
-            value = jax.tree.map(jnp.asarray, given[name])  # of a network, a tree
-            fixed[name] = jax.tree.map(like, biject_to(split.constraints[name]).inv(value), split.theta[name])
     return fixed
 
 

@@ -1,20 +1,17 @@
-"""Marginal densities over one another, as a figure."""
+"""Marginal densities over one another, a panel a parameter."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from numpyro_fed.results.figures import COLOURS, GREY, STYLES, as_array, panels
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 REFERENCE = "reference"
-MAX_PANELS = 16
 REACH = 6.0  # a panel shows at most this many reference sds beyond the reference's own draws
-# Okabe and Ito's colours, told apart by colour-blind readers; line styles tell them apart in print.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLES = ("-", "--", "-.", ":")
 
 
 def density(x: np.ndarray, grid: np.ndarray, edges: Iterable[float] = ()) -> np.ndarray:
@@ -40,34 +37,23 @@ def density(x: np.ndarray, grid: np.ndarray, edges: Iterable[float] = ()) -> np.
     return values
 
 
-def figure(
+def marginals(
     names: list[str], reference: dict[str, np.ndarray], draws: dict[str, dict[str, np.ndarray]], left_out: int
-) -> "Figure":
+) -> np.ndarray:
     """One panel a parameter; a line below tells how many were left out."""
-    import matplotlib
-    from matplotlib import pyplot as plt
-
-    num_columns = 3 if len(names) in (5, 6) else min(4, len(names))
-    num_rows = -(-len(names) // num_columns)
-    panel_width = {1: 5.0, 2: 3.4, 3: 2.7}.get(num_columns, 2.4)
-    width = panel_width * num_columns
     longest = max(len(label) for label in (REFERENCE, *draws))
-    legend_columns = max(1, int(width / (0.65 + 0.075 * longest)))  # inches of a handle and of a letter
-    legend_rows = -(-(len(draws) + 1) // legend_columns)
-    height = (2.6 if num_columns == 1 else 1.9) * num_rows + 0.25 * legend_rows + (0.25 if left_out else 0)
-    fig, axes = plt.subplots(num_rows, num_columns, figsize=(width, height), squeeze=False, layout="constrained")
-    for ax in axes.flat[len(names) :]:
-        ax.set_visible(False)
-    for ax, name in zip(axes.flat, names, strict=False):
+    across = 2.4 * min(4, len(names)) if len(names) > 1 else 5.0  # inches, about
+    columns = max(1, int(across / (0.65 + 0.075 * longest)))  # of the legend: inches of a handle and of a letter
+    rows = -(-(len(draws) + 1) // columns)
+    fig, axes = panels(len(names), extra=0.25 * rows + (0.25 if left_out else 0))
+    for ax, name in zip(axes, names, strict=True):
         _panel(ax, name, reference[name], {method: values[name] for method, values in draws.items()})
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside upper left", ncols=legend_columns, frameon=False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False)
     if left_out:
         note = f"{len(names)} of {len(names) + left_out} parameters: the largest w1; choose with parameters=[...]"
-        fig.supxlabel(note, fontsize="small", color="0.35")
-    if "inline" in matplotlib.get_backend():  # a notebook would show an open figure and the returned one
-        plt.close(fig)
-    return fig
+        fig.supxlabel(note, fontsize="small", color=GREY)
+    return as_array(axes)
 
 
 def _panel(ax: "Axes", name: str, reference: np.ndarray, draws: dict[str, np.ndarray]) -> None:
@@ -107,6 +93,4 @@ def _panel(ax: "Axes", name: str, reference: np.ndarray, draws: dict[str, np.nda
     ax.set_title(name, fontsize="medium")
     ax.set_yticks([])
     ax.locator_params(axis="x", nbins=4)
-    ax.tick_params(axis="x", labelsize="small", length=2.5, color="0.5")
-    ax.spines[["left", "top", "right"]].set_visible(False)
-    ax.spines["bottom"].set_color("0.5")
+    ax.spines["left"].set_visible(False)

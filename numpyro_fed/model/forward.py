@@ -99,14 +99,15 @@ def forward(
     split: SplitModel, values: dict, theta: dict, kwargs: dict, key: Array, discrete: dict | None = None
 ) -> dict[str, Array]:
     """One run of the model: latents in ``values`` (unconstrained) and ``discrete`` are held, all else is drawn."""
-    trace = _forward_trace(split, values, theta, kwargs, key, discrete)
+    trace = forward_trace(split, values, theta, kwargs, key, discrete)
     shown = [site for site in split.partition.sites if site.role in ("observed", "deterministic")]
     return {site.name: trace[site.name]["value"] for site in shown}
 
 
-def _forward_trace(
+def forward_trace(
     split: SplitModel, values: dict, theta: dict, kwargs: dict, key: Array, discrete: dict | None = None
 ) -> dict[str, dict]:
+    """All sites of one such run."""
     model = handlers.condition(split.model, condition_fn=_forget)
     params = split.constrain_theta(theta) | split.constants
     model = handlers.substitute(model, data=params) if params else model
@@ -134,7 +135,7 @@ def event_dims(split: SplitModel) -> dict[str, int]:
 
     def run() -> int:
         kwargs = split.spec.kwargs(split.dummy())
-        trace = _forward_trace(split, split.unravel(jnp.zeros(split.dim)), split.theta, kwargs, jax.random.key(0))
+        trace = forward_trace(split, split.unravel(jnp.zeros(split.dim)), split.theta, kwargs, jax.random.key(0))
         found.update({s.name: trace[s.name]["fn"].event_dim for s in split.partition.sites if s.role == "observed"})
         return 0
 

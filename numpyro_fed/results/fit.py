@@ -17,13 +17,14 @@ from numpyro_fed.results.correction import HasCorrection
 from numpyro_fed.results.draws import check_keys, global_draws, silo_draws
 from numpyro_fed.results.influence_tables import Conflict, Influence
 from numpyro_fed.results.model_checks import ChecksOfModel
+from numpyro_fed.results.plots import Plotted
 
 Array = jax.Array
 IN_MEMORY = "hold a part of it in memory, store.only(*names), and fit that"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Fit(ChecksOfModel):
+class Fit(ChecksOfModel, Plotted):
     """A fitted model: draws, predictions, summaries.
 
     Draws of one key belong together: :meth:`sample`, :meth:`sample_local`, :meth:`predict` and :meth:`to_arviz` with

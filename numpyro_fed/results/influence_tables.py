@@ -55,7 +55,7 @@ class Influence(_Reading):
         return lines + [_improper(improper)] * bool(improper) + _left_out(self.table)
 
     def plot(self) -> Any:
-        """Shifts as a table in colour, silos by parameters, as a matplotlib Figure."""
+        """Shifts as a table in colour, silos by parameters: matplotlib axes."""
         return _heat_map(self._shown().head(SHOWN), "shift of the mean, in sds")
 
 
@@ -100,7 +100,7 @@ class Conflict(_Reading):
         return lines + [_improper(improper)] * bool(improper) + _left_out(self.by_parameter)
 
     def plot(self) -> Any:
-        """z by silo and parameter as a table in colour, with p-values, as a matplotlib Figure."""
+        """z by silo and parameter as a table in colour, with p-values: matplotlib axes."""
         p = self.table.set_index("silo")["p_value"]
         order = p.sort_values(na_position="first", kind="stable").index
         z = _foremost(_wide(self.by_parameter, "z").loc[order].round(2) + 0.0).head(SHOWN)
@@ -155,11 +155,9 @@ def _heat_map(values: pd.DataFrame, label: str, least: float = 1.0) -> Any:
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     for (i, j), value in np.ndenumerate(values.to_numpy(float)):
-        text, dark = ("-", False) if np.isnan(value) else (f"{value:.1f}", abs(value) > 0.6 * limit)
+        text, dark = ("-", False) if np.isnan(value) else (f"{round(value, 1) + 0.0:.1f}", abs(value) > 0.6 * limit)
         ax.text(j, i, text, ha="center", va="center", fontsize="small", color="white" if dark else "0.2")
     bar = fig.colorbar(image, ax=ax, shrink=min(1.0, 2.2 / max(height, 2.0)))
     bar.ax.tick_params(labelsize="small", length=2)
     bar.outline.set_visible(False)
-    if "inline" in matplotlib.get_backend():  # a notebook would show an open figure and the returned one
-        plt.close(fig)
-    return fig
+    return ax

@@ -31,7 +31,7 @@ from numpyro_fed.checks import check_key
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.silos import at_silo
 from numpyro_fed.data.stack import Stack
-from numpyro_fed.engines.base import Engine, Traffic
+from numpyro_fed.engines.base import Engine, Traffic, sent
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.host import put, zeros_like
 from numpyro_fed.local import units as left_out
