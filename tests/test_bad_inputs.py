@@ -992,12 +992,8 @@ def test_no_mistake(name: str) -> None:
 
 def test_57_there_is_no_mesh_to_divide() -> None:
     """All silos are one program's; an engine over devices would have to pad their number."""
-    assert {name for name in vars(nf.engines) if isinstance(getattr(nf.engines, name), type)} == {
-        "Engine",
-        "Loopback",
-        "Streamed",
-        "Vmap",
-    }
+    engines = {name for name, value in vars(nf.engines).items() if isinstance(value, type) and hasattr(value, "rounds")}
+    assert engines - {"Engine"} == {"Loopback", "Streamed", "Vmap"}
 
 
 def test_float64_data_in_a_float64_program_do_not_warn(x64: None) -> None:

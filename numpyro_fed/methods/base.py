@@ -145,6 +145,7 @@ class Method:
                 tqdm.write(f"goes on from {checkpoint}", file=sys.stderr)
         elif checkpoint_every is not None:
             raise ValueError("checkpoint_every says how often a checkpoint is written: say where, checkpoint='run.nfc'")
+        resume.check_start(init_state, silos.names)
         prepared = self.prepare(silos, engine)
         if min_rows is not None:
             refuse_small(prepared, check_count("min_rows", min_rows))

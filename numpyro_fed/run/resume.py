@@ -24,17 +24,19 @@ def start(init_state: Any, method: str, program: Program, runner: Runner) -> Sta
     if init_state is None:
         return Left(), None, None
     given = init_state.state if isinstance(init_state, Fit) else init_state
-    if not isinstance(given, State):
-        raise TypeError(f"init_state must be a fit.state or a Fit, got a {type(init_state).__name__}")
-    _check_names(given, runner)
     states = given.arranged(runner.stack) if runner.engine.holds_states else ()
     if isinstance(init_state, Fit):  # a start, whatever the method and its settings
         return _from_fit(init_state, states, runner)
     return _onwards(given, states, method, program, runner)
 
 
-def _check_names(given: State, runner: Runner) -> None:
-    names = runner.stack.names
+def check_start(init_state: Any, names: Any) -> None:
+    """Raises where this is no start for these silos; before anybody is asked."""
+    if init_state is None:
+        return
+    given = init_state.state if isinstance(init_state, Fit) else init_state
+    if not isinstance(given, State):
+        raise TypeError(f"init_state must be a fit.state or a Fit, got a {type(init_state).__name__}")
     lazy = [getattr(one, "lazy", False) for one in (given.names, names)]
     if any(lazy):
         if given.names != names:
