@@ -157,7 +157,7 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--num-simulations", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=10, help="calibrations of each wrong method")
+    parser.add_argument("--seeds", type=int, default=4, help="calibrations of each wrong method")
     parser.add_argument("--only", help='such as "counts EP", or "wrong"')
     parser.add_argument("--out", default="sbc", help="where simulations are kept and figures drawn")
     main(parser.parse_args())
