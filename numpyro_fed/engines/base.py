@@ -11,7 +11,7 @@ from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm, PyTree
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
-from numpyro_fed.host import key_of
+from numpyro_fed.host import key_of, shapes_of
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,6 @@ def sent(algorithm: FederatedAlgorithm, server: PyTree, silo: PyTree | None, dat
     key = key_of(0)
     broadcast = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key, s), 0), server)
     if silo is None:
-        silo = jax.eval_shape(algorithm.init_silo, key, broadcast, data)
-    message, _ = jax.eval_shape(algorithm.silo_step, key, broadcast, silo, data)
+        silo = shapes_of(algorithm.init_silo, key, broadcast, data)
+    message, _ = shapes_of(algorithm.silo_step, key, broadcast, silo, data)
     return Sent(wire.fields(message), wire.fields(broadcast))

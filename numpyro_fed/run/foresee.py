@@ -7,19 +7,20 @@ import jax
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import FederatedAlgorithm, Phase, PyTree
 from numpyro_fed.engines.base import sent_to
+from numpyro_fed.host import shapes_of
 from numpyro_fed.run.runner import Runner
 
 
 def fresh_shapes(runner: Runner, algorithm: FederatedAlgorithm) -> tuple[PyTree, tuple]:
     """Of the states that the engine would start with; nothing is computed, and nothing sent."""
     key, stack = runner.key, runner.stack
-    server = jax.eval_shape(algorithm.init, key)
+    server = shapes_of(algorithm.init, key)
     if not runner.engine.holds_states:
         return server, ()
     received = jax.eval_shape(lambda server: sent_to(algorithm.broadcast(key, server), 0), server)
     states = []
     for b, bucket in enumerate(stack.buckets):
-        one = jax.eval_shape(algorithm.init_silo, key, received, stack.shapes(b))
+        one = shapes_of(algorithm.init_silo, key, received, stack.shapes(b))
         number = len(bucket.names)
         states.append(jax.tree.map(lambda leaf, n=number: jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype), one))
     return server, tuple(states)
