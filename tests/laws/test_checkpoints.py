@@ -12,6 +12,7 @@ import numpyro_fed as nf
 from numpyro_fed import memo
 from numpyro_fed.run import checkpoint
 
+pytestmark = pytest.mark.usefixtures("x64")
 TOLD = ("bytes_up", "bytes_down", "loss", "start")
 
 

@@ -10,6 +10,7 @@ from runs import KEY, Runs, every_method
 import numpyro_fed as nf
 from numpyro_fed.engines import loopback, wire
 
+pytestmark = pytest.mark.usefixtures("x64")
 ROWS = 24  # of york
 DRAWN = ("SFVI", "SFVI, minibatches", "SFVIAvg", "PVI, minibatches", "EP, Fisher", "FedPA", "FedAvg", "FedNP", "GIPVI")
 
