@@ -230,3 +230,17 @@ def test_shapes_that_are_asked_for_leave_nothing_behind() -> None:
     for _ in range(4):
         assert shapes_of(kept, np.zeros(3)).shape == (3,)
     assert traces() == before
+
+
+def test_a_covariate_of_groups_as_many_as_rows_is_asked_about() -> None:
+    """It stands in the rows' own term, but grows by itself."""
+
+    def model(at, u, y):
+        with numpyro.plate("groups", u.shape[0]):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal((u + b)[at], 1), obs=y)
+
+    real, index = np.ones(3, "f"), np.zeros(3, int)
+    with pytest.raises(nf.PartitionError, match=r"local=\['groups'\]"):
+        nf.partition(model, nf.Silos([dict(at=index, u=real, y=real)] * 2))

@@ -156,7 +156,7 @@ def _smallest_sets(members: list[str], counts: list[str], attempt: Any, depends:
         left = [m for m in members if not any(m in one for one in sets)]
         near = _related(path, members, depends)
         counted = [[*near, count] for count in counts if count in left and count not in near]
-        found = _smallest(path, [near, *counted, left], members, attempt)
+        found = _smallest(path, [[path], near, *counted, left], members, attempt)
         if found is None:
             continue
         overlapping = [one for one in sets if set(one) & set(found)]
