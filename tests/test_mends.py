@@ -244,3 +244,22 @@ def test_a_covariate_of_groups_as_many_as_rows_is_asked_about() -> None:
     real, index = np.ones(3, "f"), np.zeros(3, int)
     with pytest.raises(nf.PartitionError, match=r"local=\['groups'\]"):
         nf.partition(model, nf.Silos([dict(at=index, u=real, y=real)] * 2))
+
+
+def test_arrays_of_groups_as_many_as_rows_are_asked_about_together() -> None:
+    """Neither grows without the other; both stand in the rows' own term."""
+
+    def model(at, region, u, v, y):
+        with numpyro.plate("regions", v.shape[0]):
+            m = numpyro.sample("m", dist.Normal(0, 1))
+            numpyro.sample("v", dist.Normal(m, 1), obs=v)
+        with numpyro.plate("groups", u.shape[0]):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal((m[region] + u + b)[at], 1), obs=y)
+
+    rows = dict(at=np.array([1, 0, 2]), region=np.array([1, 0, 0]), u=np.ones(3, "f"), v=np.ones(2, "f"))
+    silos = nf.Silos({name: dict(rows, y=np.ones(3, "f")) for name in ("leeds", "york")})
+    with pytest.raises(PartitionError, match=r"local=\['groups'\] if each silo has its own"):
+        nf.partition(model, silos)
+    assert nf.partition(model, silos, local=["groups"]).local_sites == ("m", "b")

@@ -16,6 +16,8 @@ from numpyro_fed.model.provenance import Dependence
 from numpyro_fed.model.refusals import models_own, told
 from numpyro_fed.model.trace import Model, PartitionError, Tracing, abstract, growth, trace_shapes
 
+MOST_BY_TWOS = 12  # arguments of one length: each try is a trace of the model
+
 
 class Component(NamedTuple):
     """Arguments whose leading axes must grow together for the model to trace, and what grows with them."""
@@ -182,10 +184,12 @@ def _smallest(path: str, first: list[list[str]], members: list[str], attempt: An
     current = next((group for group in candidates if attempt(group) is not None), None)
     if current is None:
         return None
-    for other in [other for other in current if other != path]:
-        fewer = [kept for kept in current if kept != other]
-        if attempt(fewer) is not None:
-            current = fewer
+    # one after the other, and then by twos: arrays of groups, as many as the rows, go together or not at all
+    for size in (1, 2) if len(members) <= MOST_BY_TWOS else (1,):
+        for out in itertools.combinations([other for other in current if other != path], size):
+            fewer = [kept for kept in current if kept not in out]
+            if len(fewer) == len(current) - size and attempt(fewer) is not None:
+                current = fewer
     return current
 
 
