@@ -90,7 +90,7 @@ def test_a_posterior_that_still_moves_says_so(tmp_path):
     settings = dict(solver=nf.solvers.Importance(num_points=64))
     with pytest.warns(nf.VerdictWarning, match=r"still moves by .* sds a sweep.*init_state=fit.state"):
         fit = nf.EP(regression, **settings).run(jax.random.key(0), regression_silos(), 1, progress_bar=False)
-    assert "verdict still moving: the posterior still moves by" in repr(fit) and "still moves" in fit._repr_html_()
+    assert "verdict still moving: The posterior still moves by" in repr(fit) and "still moves" in fit._repr_html_()
     assert len(fit.reasons) == 1 and nf.load(fit.save(tmp_path / "fit"), nf.EP(regression)).reasons == fit.reasons
     fit = nf.EP(regression, **settings).run(jax.random.key(0), regression_silos(), 20, progress_bar=False)
     assert "verdict not checked" in repr(fit) and fit.reasons == ()
@@ -260,6 +260,6 @@ def test_arrays_of_groups_as_many_as_rows_are_asked_about_together() -> None:
 
     rows = dict(at=np.array([1, 0, 2]), region=np.array([1, 0, 0]), u=np.ones(3, "f"), v=np.ones(2, "f"))
     silos = nf.Silos({name: dict(rows, y=np.ones(3, "f")) for name in ("leeds", "york")})
-    with pytest.raises(PartitionError, match=r"local=\['groups'\] if each silo has its own"):
+    with pytest.raises(nf.PartitionError, match=r"local=\['groups'\] if each silo has its own"):
         nf.partition(model, silos)
     assert nf.partition(model, silos, local=["groups"]).local_sites == ("m", "b")
