@@ -91,6 +91,8 @@ class Lost(NamedTuple):
     # (rng_key, server_state, message) -> what is held and aggregated in the message's place; None: the message itself
     absorb: Callable[[Key, PyTree, PyTree], PyTree] | None = None
     server_step: ServerStepFn | None = None  # on the aggregate of these; None: the algorithm's own
+    # (server_state) -> whether what was held before this round is of another kind than what comes; None: never
+    void: Callable[[PyTree], Any] | None = None
 
 
 class FederatedAlgorithm(NamedTuple):

@@ -112,6 +112,7 @@ def in_user_precision(algorithm: FederatedAlgorithm, x64: bool) -> FederatedAlgo
             algorithm.lost.hold,
             algorithm.lost.absorb and under(algorithm.lost.absorb),
             algorithm.lost.server_step and under(algorithm.lost.server_step),
+            algorithm.lost.void,
         ),
     )
 

@@ -12,7 +12,7 @@ no more.
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -82,6 +82,10 @@ class Sampled:
     stale: ClassVar[bool] = False
     random: ClassVar[bool] = True  # those who are asked stand for all
 
+    def among(self, names: tuple[str, ...]) -> "Sampled":
+        """The same for the silos that are left."""
+        return Sampled(min(self.cohort_size, len(names)))
+
     def sweep(self, num_silos: int) -> int:
         return math.ceil(num_silos / self.cohort_size)
 
@@ -123,6 +127,12 @@ class Fixed:
     names: tuple[tuple[str, ...], ...]
     stale: ClassVar[bool] = False
 
+    def among(self, names: tuple[str, ...]) -> "Fixed | Sequential":
+        """The same for the silos that are left: the largest of what remains of its cohorts, if everyone is in one."""
+        rows = [tuple(name for name in cohort if name in names) for cohort in self.names]
+        rows = [row for row in rows if len(row) == max(map(len, rows))]
+        return Fixed(tuple(rows)) if {name for row in rows for name in row} >= set(names) else Sequential()
+
     def sweep(self, num_silos: int) -> int:
         """Until all have taken part that ever do: a silo the table does not name is not waited for."""
         members = {name for cohort in self.names for name in cohort}
@@ -142,6 +152,10 @@ class Asynchronous:
     speeds: tuple[tuple[str, float], ...] = ()  # (name, relative speed), sorted by name; who is missing has speed 1
     spread: float = 0.5
     stale: ClassVar[bool] = True
+
+    def among(self, names: tuple[str, ...]) -> "Asynchronous":
+        """The same for the silos that are left."""
+        return replace(self, speeds=tuple(pair for pair in self.speeds if pair[0] in names))
 
     def sweep(self, num_silos: int) -> int:
         return num_silos

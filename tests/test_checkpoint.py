@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.run import checkpoint, identity
-from numpyro_fed.run.identity import digest_of
+from numpyro_fed.run.digests import digest_of
 
 KEY = jax.random.key(0)
 
@@ -139,9 +140,51 @@ def test_interrupted_runs_are_written(tmp_path: Path, monkeypatch: pytest.Monkey
     assert on.seconds > half.seconds
 
 
+@dataclass
+class Scaled:
+    by: float
+
+    def __call__(self, x):
+        return self.by * x
+
+
+SPREAD = {"sd": 1.0}
+
+
+def spread(x, y):
+    inner = lambda: SPREAD["sd"]
+    b = numpyro.sample("b", dist.Normal(0, inner()))
+    numpyro.sample("y", dist.Normal(b * x, 1.0).to_event(1), obs=y)
+
+
+def test_what_a_model_reads_of_its_module_is_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also within a function of its own."""
+    before = digest_of(spread)
+    assert digest_of(spread) == before
+    monkeypatch.setitem(SPREAD, "sd", 2.0)
+    assert digest_of(spread) != before
+
+
+def test_silos_in_another_order_are_another_run(file: Path) -> None:
+    """States are stacked in it."""
+    data = silos()
+    with pytest.raises(ValueError, match="the order of silos is another"):
+        run(file, data=data.only("york", "leeds"))
+
+
 def test_digests_tell_what_a_value_is_made_of() -> None:
     first, second = (lambda c: lambda x: c * x)(2.0), (lambda c: lambda x: c * x)(3.0)
+    nested = [((1,), 2), ((1, 2),), {"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}}, [first, second, first]]
     values = [
+        *nested,
+        [first, second, second],
+        numpyro.handlers.scale(model, scale=2.0),
+        numpyro.handlers.scale(model, scale=3.0),
+        jax.jit(first),
+        jax.jit(second),
+        Scaled(1.0),
+        Scaled(2.0),
+        np.random.default_rng,
         first,
         second,
         model,

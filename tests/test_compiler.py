@@ -15,7 +15,7 @@ def asked_anew():
     precision._library_is_optional.cache_clear()
 
 
-def test_programs_of_rounds_sum_by_themselves():
+def test_programs_of_rounds_sum_by_themselves(asked_anew):
     """By default XLA gives a sum of 300 times 8 short rows to a library, which the compiled program names."""
     sums = lambda x: jnp.sum(jnp.sin(x), axis=-1)
     text = lambda options: jax.jit(sums, compiler_options=options).lower(jnp.ones((300, 8, 5))).compile().as_text()

@@ -209,3 +209,37 @@ def test_faults_say_what_they_take() -> None:
     with pytest.raises(TypeError, match=r"events must be nf\.engines\.Fault values"):
         Faults(["york"])
     assert "york" in str(Gone("york", "it did not reply", None, (), {}, 0))
+
+
+@pytest.mark.parametrize("schedule", [nf.schedules.sampled(3), nf.schedules.fixed([["leeds"], ["york"], ["hull"]])])
+def test_a_schedule_goes_on_with_those_who_are_left(schedule: Any) -> None:
+    fit = fitted("PVI", Fault("york", "drop"), patience=1, schedule=schedule)
+    assert fit.state.names == ("leeds", "hull") and fit.left == ("york",)
+
+
+def test_a_silo_lost_in_the_start_is_known_to_the_ledger() -> None:
+    fit = fitted("EP", Fault("york", "drop", phase="start"))
+    assert fit.left == ("york",) and len(fit.ledger("york")) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SEP", "FedPA"])
+def test_averages_and_shares_forget_a_silo_that_left(name: str) -> None:
+    """Its observations are not counted any more."""
+    silos = silos_for(homes)
+    method = {"SEP": nf.SEP(homes), "FedPA": nf.FedPA(homes)}[name]
+    engine = Loopback(faults=Faults([Fault("york", "drop", LATER)], patience=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit = method.run(KEY, silos, 30, progress_bar=False, engine=engine)
+        rest = method.run(KEY, silos.only("leeds", "hull"), 30, progress_bar=False)
+    np.testing.assert_allclose(fit.state.server.total, rest.state.server.total)
+
+
+def test_a_step_is_held_as_the_point_it_leads_to() -> None:
+    """FedAvg with a silo away: the server stays where it is, and does not walk on with its last step."""
+    fit = fitted("FedAvg", Fault("york", "drop", range(1, 7)), patience=20)
+    plain = fitted("FedAvg")
+    at = lambda fit: np.asarray(fit.history["step"])[rounds_of(fit)]
+    assert fit.state.names == plain.state.names
+    assert np.max(at(fit)[2:7]) <= 1.05 * at(plain)[1]

@@ -41,7 +41,9 @@ class Fault:
         silo: its name.
         kind: of the fault.
         rounds: in which it happens, 0 being the first of the phase; None: in all. A silo that leaves drops its replies
-            from some round on, ``range(12, 10**9)``; one that joins later, until then, ``range(12)``.
+            from some round on, ``range(12, 10**9)``; one that joins later drops them until then, ``range(12)``, with a
+            ``patience`` above 12, and where the server holds factors (EP, PVI, SEP, GIPVI): others wait for everyone's
+            first message.
         times: so often in a round, where the server asks again; None: always.
         phase: ``"rounds"``, ``"start"`` or ``"check"``.
         factor: of a poison.

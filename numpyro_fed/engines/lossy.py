@@ -104,6 +104,7 @@ class Lossy:
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
         rows: list[dict[str, Any]] = []
         for i in range(count):
+            server = _still_valid(algorithm, server)
             round_key = jax.random.fold_in(key, first + i)
             server_key = jax.random.fold_in(round_key, SERVER)
             broadcast = broadcast_of(algorithm, server_key, inner(server))
@@ -224,6 +225,14 @@ def _step(
     found, info = _server_step(algorithm, key, server.server, together, np.asarray(fresh, np.int32), num)
     info = jax.tree.map(np.asarray, info)
     return server._replace(server=found, info=info), info
+
+
+def _still_valid(algorithm: FederatedAlgorithm, server: Any) -> Any:
+    """Without what is held, where what comes now is of another kind: everyone is waited for."""
+    void = algorithm.lost.void
+    if not isinstance(server, Hearing) or void is None or not bool(void(server.server)):
+        return server
+    return server._replace(heard=np.zeros_like(np.asarray(server.heard)))
 
 
 def _absorbed(algorithm: FederatedAlgorithm, key: Any, server: Any, messages: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Before a run: what each method would send, from shapes alone."""
+"""Before a run: what each method would send, from shapes."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,7 +11,7 @@ from numpyro_fed.algorithm import Phase, Plan
 from numpyro_fed.engines.base import Sent, sent
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.host import key_of
-from numpyro_fed.methods import EP, PVI, SEP, SFVI, FedAvg, FedPA, SFVIAvg
+from numpyro_fed.methods import EP, PVI, SEP, SFVI, FedAvg, FedNP, FedPA, SFVIAvg
 from numpyro_fed.methods.base import Method
 from numpyro_fed.model import partition as labels
 from numpyro_fed.model.partition_table import Partition
@@ -23,7 +23,7 @@ from numpyro_fed.run.runner import Runner
 from numpyro_fed.run.target import BLOCK, exact_marginal, target_phase
 from numpyro_fed.schedules import as_schedule
 
-METHODS = (EP, PVI, SFVI, SFVIAvg, SEP, FedPA, FedAvg)
+METHODS = (EP, PVI, SFVI, SFVIAvg, SEP, FedPA, FedAvg, FedNP)
 COLUMNS = ["method", "phase", "direction", "field", "shape", "bytes"]
 
 

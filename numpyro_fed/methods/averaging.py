@@ -311,13 +311,26 @@ class Averaging(Method):
             }
             return AveragingServer(*own.parts(new), opt_state, server.round + 1, total, heard, largest), info
 
+        def turned(server: AveragingServer, message: AveragingMessage) -> AveragingMessage:
+            """From a step to the point it leads to, and back: a step belongs to a place that the server has left."""
+            delta = message.delta
+            return message._replace(delta=jnp.where(averaging(server), own.joined(server) - delta, delta))
+
         nothing = lambda key, broadcast, data: ()
-        return FederatedAlgorithm(init, nothing, broadcast, silo_step, aggregate, server_step, Lost(hold=True))
+        lost = Lost(
+            hold=True,
+            absorb=lambda key, server, message: turned(server, message),
+            server_step=lambda key, server, found: server_step(key, server, turned(server, found)),
+            void=None if plain_rounds is None else lambda server: server.round == plain_rounds,
+        )
+        return FederatedAlgorithm(init, nothing, broadcast, silo_step, aggregate, server_step, lost)
 
     # --- where rounds begin -------------------------------------------------------------------------------------------
 
     def _begin(self, task: Task, rounds: int, left: Left, fresh: AveragingServer) -> Begun:
         server = fresh if left.server is None else left.server._replace(posterior=())  # which is looked for anew
+        if left.server is not None and task.survey.known:  # silos may have left since
+            server = server._replace(total=jnp.asarray(task.survey.total, server.total.dtype))
         if left.server is None and left.warm is not None:
             warm, like = left.warm, lambda new, old: jnp.asarray(new, old.dtype)
             theta = jax.tree.map(like, warm.theta, server.theta) if warm.theta else server.theta

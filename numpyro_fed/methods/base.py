@@ -116,7 +116,7 @@ class Method:
             check: ask the silos at the end for their densities at 256 points (up to 2,048, where these do not tell)
                 around the posterior, how good their locals are, and whether there are other modes, for
                 ``fit.verdict``. These numbers say more of a silo's data than most messages.
-            min_rows: observations that every silo must have, or the run is refused before anything but shapes and
+            min_rows: rows that every silo must have, or the run is refused before anything but shapes and
                 counts has left: of a silo with few rows, messages tell the rows (docs/privacy.md). By default any
                 number will do; a trial of one row a silo is legitimate.
             checkpoint: a file that the run is written to on the way. Where it is there, of the same method, settings,
@@ -175,8 +175,11 @@ class Method:
             done = gone.role == "rounds" and bool(runner.books.history)
             before = fit(Left(server=gone.server), gone.states, warn=False) if done else None
             rounds = num_rounds and max(1, num_rounds - (gone.round - first))
-            options: dict[str, Any] = dict(schedule=schedule, engine=engine, progress_bar=progress_bar, check=check)
-            again = lambda rest, state: Method.run(self, key, silos.only(*rest), rounds, init_state=state, **options)
+            options: dict[str, Any] = dict(engine=engine, progress_bar=progress_bar, check=check)
+            among = getattr(schedule, "among", lambda names: schedule)
+            again = lambda rest, state: Method.run(
+                self, key, silos.only(*rest), rounds, schedule=among(rest), init_state=state, **options
+            )
             found = go_on(gone, before, silos.names, again)
             warn_of_verdict(name, found)
             return found

@@ -120,7 +120,7 @@ class Factorised(Method):
         phase = Phase(
             "rounds",
             chosen.rounds,
-            begin=lambda left, fresh: self._begin(split, chosen.solver, plan, left, fresh),
+            begin=lambda left, fresh: self._begin(split, chosen.solver, plan, self._counted(survey, left), fresh),
             begin_silo=lambda given, state, local: self._begin_silo(split, chosen.solver, given, state, local),
             num_rounds=rounds,
             done=(lambda info: bool(info["moving"][-1] < self._allowed(chosen.solver, plan))) if stops else None,
@@ -202,6 +202,13 @@ class Factorised(Method):
             )
 
     # --- where rounds begin and end -----------------------------------------------------------------------------------
+
+    def _counted(self, survey: Survey, left: Left) -> Left:
+        """With the observations of those who are there now: silos may have left since."""
+        if left.server is None or not self.tied or not survey.known:
+            return left
+        with jax.enable_x64(True):
+            return left._replace(server=left.server._replace(total=put(np.float64(survey.total))))
 
     def _begin(self, split: SplitModel, solver: Solver, plan: Plan, left: Left, fresh: SitesServer) -> Begun:
         if left.server is not None:

@@ -275,7 +275,18 @@ class FedNP(FedAvg):
             info |= {"divergence": found.divergence, "clipped": found.clipped + refused}
             return new._replace(beside=Propagation(networks, sites)), info
 
-        return FederatedAlgorithm(init, plain.init_silo, broadcast, silo_step, aggregate, server_step, Lost(hold=True))
+        def turned(server: AveragingServer, message: PropagationMessage) -> PropagationMessage:
+            """From steps to the points they lead to, and back: a step belongs to a place that the server has left."""
+            point = message.point._replace(delta=task.flat.joined(server) - message.point.delta)
+            networks = jax.tree.map(jnp.subtract, server.beside.networks, message.networks)
+            return message._replace(point=point, networks=networks)
+
+        lost = Lost(
+            hold=True,
+            absorb=lambda key, server, message: turned(server, message),
+            server_step=lambda key, server, heard: server_step(key, server, (turned(server, heard[0]), heard[1])),
+        )
+        return FederatedAlgorithm(init, plain.init_silo, broadcast, silo_step, aggregate, server_step, lost)
 
     def _begin(self, task: Task, rounds: int, left: Left, fresh: AveragingServer) -> Begun:
         begun = super()._begin(task, rounds, left, fresh)

@@ -39,8 +39,8 @@ class Partition:
     def messages(self, *methods: Any) -> pd.DataFrame:
         """What each method would send in a round, before anything is: method, phase, direction, field, shape, bytes.
 
-        Of one silo and one round of each phase, from shapes alone; nobody is asked for more than shapes. A run's own
-        ledger is :meth:`numpyro_fed.results.fit.Fit.ledger`.
+        Of one silo and one round of each phase, after a survey; of the check the round at points, not the looks that
+        follow it. A run's own ledger is :meth:`numpyro_fed.results.fit.Fit.ledger`.
 
         Args:
             methods: such as ``nf.EP(model, family="diagonal")``; by default one of each kind, as it comes.

@@ -72,7 +72,8 @@ def _facts(fit: Fitted) -> dict[str, str]:
     if fit.correction is not None:
         facts["correction"] = repr(fit.correction)
     verdict = fit.verdict
-    facts["verdict"] = ": ".join([verdict.status, *([sentences(verdict.reasons).removesuffix(".")] if verdict.reasons else [])])
+    why = [sentences(verdict.reasons).removesuffix(".")] if verdict.reasons else []
+    facts["verdict"] = ": ".join([verdict.status, *why])
     facts["global sites"] = ", ".join(fit.split.partition.global_sites) or "none"
     facts["local sites"] = ", ".join(fit.split.partition.local_sites) or "none"
     return facts

@@ -43,8 +43,12 @@ def go_on(gone: Gone, before: Fit | None, names: tuple[str, ...], run: Callable[
         f"and left with its term: this is the posterior of the {len(rest)} other silo{'s' * (len(rest) > 1)}. Once it "
         "is back, run again with all of them, run(..., init_state=fit)"
     )
-    after = replace(after, reasons=(*after.reasons, reason))
-    return after if before is None else _joined(before, after, gone.silo)
+    all_ = np.arange(len(rest))  # who were asked, now that there is one more name
+    told = tuple(entry if entry.who is not None else entry._replace(who=all_) for entry in after.sent)
+    after = replace(after, reasons=(*after.reasons, reason), sent=told)
+    if before is None:
+        return replace(after, left=(*after.left, gone.silo))
+    return _joined(before, after, gone.silo)
 
 
 def _without(posterior: Posterior, state: State, rest: tuple[str, ...]) -> State:

@@ -226,10 +226,13 @@ def look_for_modes(
     everyone = copy(runner)  # all silos take part in each of the rounds, whatever the run's schedule
     everyone.schedule = as_schedule(None)
     _, states = runner.engine.start(phase.algorithm, runner.key, runner.stack)
-    before = len(runner.books.records)
     left, _ = everyone.run((phase,), Left(), states, None)
-    rounds = runner.books.records[before:]
-    runner.books.records[before:] = [Record("modes", *np.sum([one[1:] for one in rounds], axis=0).tolist())]
+    records = runner.books.records
+    first = len(records)
+    while first and records[first - 1].phase == phase.name:
+        first -= 1
+    if first < len(records):
+        records[first:] = [Record("modes", *np.sum([one[1:] for one in records[first:]], axis=0).tolist())]
     if left.interrupted:
         return None
     server, ended = left.server

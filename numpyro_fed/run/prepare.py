@@ -67,13 +67,19 @@ def prepare(
 
 
 def refuse_small(prepared: Prepared, least: int) -> None:
-    """Raises where a silo has fewer observations; of a store, where one of its example has."""
-    sizes = dict(zip(prepared.stack.example.names, prepared.survey.sizes, strict=False))
+    """Raises where a silo has fewer rows, or fewer observations."""
+    if not prepared.stack.known:
+        raise ValueError("min_rows= is for silos in memory, nf.Silos: of a store not all silos are looked at")
+    longest = lambda name: max((axis.lengths[name] for axis in prepared.split.partition.axes), default=1)
+    sizes = {
+        name: min(number, longest(name))
+        for name, number in zip(prepared.stack.names, prepared.survey.sizes, strict=True)
+    }
     small = [name for name, size in sizes.items() if size < least]
     if small:
         told = ", ".join(f"{name!r} has {sizes[name]}" for name in small[:5]) + ", ..." * (len(small) > 5)
         raise ValueError(
-            f"min_rows={least}, and silo {told}: of few observations, messages tell the observations. Leave the silo "
+            f"min_rows={least}, and silo {told}: of few rows, messages tell the rows. Leave the silo "
             "out, silos.only(*names), join it with another, or lower min_rows"
         )
 
