@@ -1,5 +1,6 @@
 """A run that was stopped and gone on with is the run that was not, bit for bit."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,21 @@ def test_a_run_goes_on_where_it_was(runs: Runs, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_every_checkpoint_of_a_longer_run(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the check at the end; three of them as in a fresh process."""
-    path = tmp_path / "run"
+def test_checkpoints_of_a_longer_run(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the check at the end: at the beginning, in the middle (as in a fresh process) and near the end.
+
+    With ``NUMPYRO_FED_EVERY=1`` from every file that was written, each as in a fresh process.
+    """
+    path, all_ = tmp_path / "run", bool(os.environ.get("NUMPYRO_FED_EVERY"))
     options = dict(num_rounds=20, check=True)
     whole, files = written(runs, monkeypatch, path, **options)
     assert len(files) >= 20
-    for i, file in enumerate(files):
-        if i in (1, len(files) // 2, len(files) - 2):
+    middle = len(files) // 2
+    for i in range(len(files)) if all_ else (1, middle, len(files) - 2):
+        if all_ or i == middle:
             jax.clear_caches()
             memo.forget()
-        path.write_bytes(file)
+        path.write_bytes(files[i])
         fit = runs.run(runs.silos, checkpoint=path, checkpoint_every=1, **options)
         agree(fit, whole)
         assert fit.verdict.status == whole.verdict.status
