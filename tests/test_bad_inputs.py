@@ -197,8 +197,8 @@ def check(bad: Bad) -> None:
     print(f"\n    {message}")
     missing = [word for word in bad.words if word not in message]
     assert not missing, f"{missing} not in: {message}"
-    if bad.compiled == NOTHING:
-        assert not compiled
+    if bad.compiled == NOTHING:  # but for numbers in a model that become arrays, where no test before had such
+        assert not set(compiled) - {"jit(convert_element_type)", "jit(broadcast_in_dim)"}
     # the survey is one round of all silos; a method begins with a program that makes its states
     assert "jit(_start)" not in compiled and compiled.count("jit(_run_rounds)") <= (bad.compiled == SURVEY)
 
