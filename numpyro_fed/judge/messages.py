@@ -39,7 +39,7 @@ def partition(model: Model, silos: Any, local: Any = None, shared: Any = None) -
         >>> sent = part.messages()
         >>> sent = sent[(sent["phase"] == "rounds") & (sent["direction"] == "up")]
         >>> sent.groupby("method")["bytes"].sum().loc[["EP", "SFVI"]].tolist()
-        [107, 156]
+        [107, 52]
 
     Args:
         model: an ordinary NumPyro model, called as ``model(**silos[name])``.
