@@ -13,7 +13,20 @@ ROOT = Path(numpyro_fed.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 
 # Stations of the pipeline (docs/design.md): a file imports from its own room and from those before it.
-GROUND = ("algorithm", "schedules", "optim", "precision", "checks", "keys", "memo", "gi", "host", "cache", "threads")
+GROUND = (
+    "algorithm",
+    "schedules",
+    "optim",
+    "precision",
+    "checks",
+    "keys",
+    "memo",
+    "gi",
+    "host",
+    "cache",
+    "files",
+    "threads",
+)
 ROOMS = (
     "data",
     "model",

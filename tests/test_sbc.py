@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 from matplotlib import pyplot as plt
 from numpyro import handlers
@@ -18,8 +19,9 @@ from scipy.stats import kstest, norm
 import numpyro_fed as nf
 from numpyro_fed.judge import uniform
 from numpyro_fed.judge.calibration import statistics
+from numpyro_fed.judge.sbc_file import Done, SimulationFile, about
 from numpyro_fed.model.build import split_model
-from numpyro_fed.model.simulate import Simulator
+from numpyro_fed.model.simulate import Simulated, Simulator
 
 KEY = jax.random.key(0)
 
@@ -324,6 +326,17 @@ def test_simulations_go_on_from_a_file(tmp_path):
     (tmp_path / "broken.npz").write_bytes((tmp_path / "simulations.npz").read_bytes()[:400])
     with pytest.raises(ValueError, match=r"broken\.npz cannot be read"):
         case.sbc(5, checkpoint=tmp_path / "broken.npz")
+
+
+def test_simulations_of_another_setting_are_refused(tmp_path):
+    """Also of one that hides in a closure, as a learning rate does."""
+    case, path = NormalMean(), tmp_path / "simulations"
+    told = lambda size: about(nf.SFVI(case.model, optim=optax.adam(size)), {}, (), case.silos, simulated, KEY)
+    simulated = Simulated(np.zeros(1), {}, {}, case.silos)
+    SimulationFile(path, told(0.1)).write({0: Done(*[np.zeros(1)] * 5, "", "", 1.0)})
+    assert list(SimulationFile(path, told(0.1)).read()) == [0]
+    with pytest.raises(ValueError, match="of another method"):
+        SimulationFile(path, told(0.2)).read()
 
 
 def test_interrupted_simulations_are_kept(tmp_path):

@@ -4,22 +4,21 @@ The file is an ``.npz`` without pickled objects, written under another name and 
 there. Its header says of what the simulations are; those of another model, design, method or key are refused.
 """
 
-import hashlib
+import io
 import json
-import os
-import re
 import zipfile
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from numpyro_fed.data.inputs import shared_digest
 from numpyro_fed.data.silos import Silos, at_silo
+from numpyro_fed.files import replace_file
 from numpyro_fed.host import real_dtype
 from numpyro_fed.model.simulate import Simulated
+from numpyro_fed.run.digests import digest_of
 
 FORMAT, VERSION = "numpyro_fed.sbc", 1
 
@@ -80,15 +79,9 @@ class SimulationFile:
             return
         columns: dict[str, Any] = {n: np.array([getattr(one, n) for one in done.values()]) for n in Done._fields}
         header = json.dumps({"format": FORMAT, "version": VERSION, "about": self.about})
-        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            with open(partial, "wb") as file:
-                np.savez(file, header=np.array(header), simulation=np.array(list(done)), **columns)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, self.path)
-        finally:
-            partial.unlink(missing_ok=True)
+        body = io.BytesIO()
+        np.savez(body, header=np.array(header), simulation=np.array(list(done)), **columns)
+        replace_file(self.path, body.getbuffer())
 
 
 def about(
@@ -99,31 +92,19 @@ def about(
     The model is known by the first data set that it makes.
     """
     return {
-        "method": _method(method, options),
+        # a function may count its calls or keep a table: its code tells it
+        "method": digest_of((method if is_dataclass(method) else getattr(method, "__code__", type(method)), options)),
         "number of draws, silo or kind of simulation": repr(settings),
-        "design": _digest(silos),
+        "design": _digests(silos),
         "key or precision": f"{np.asarray(jax.random.key_data(key)).tolist()} {real_dtype()}",
-        "model, prior or version of JAX": shared_digest({"z": first.z}) + _digest(first.silos),
+        "model, prior or version of JAX": digest_of(first.z) + _digests(first.silos),
     }
 
 
-def _method(method: Any, options: dict[str, Any]) -> str:
-    """A method's settings and the options of a run."""
-    settings = {one.name: getattr(method, one.name) for one in fields(method)} if is_dataclass(method) else {"": method}
-    return json.dumps(
-        [type(method).__name__, *(f"{name}={_text(value)}" for name, value in (settings | options).items())]
-    )
-
-
-def _text(value: Any) -> str:
-    named = getattr(value, "__qualname__", None)
-    return str(named) if named and callable(value) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def _digest(silos: Silos) -> str:
-    """Of all arguments."""
-    found = hashlib.blake2b(digest_size=16)
+def _digests(silos: Silos) -> str:
+    """Of all arguments, each silo's made in its room."""
+    found = []
     for name in silos.names:
         with at_silo(name):
-            found.update(f"{name!r} {shared_digest(silos[name])};".encode())
-    return found.hexdigest()
+            found.append((name, digest_of(dict(silos[name]))))
+    return digest_of(found)

@@ -186,15 +186,8 @@ def _cut(fit: F, rest: tuple[str, ...], server: Any, seconds: float) -> F:
     Doubts that name a silo which left are gone with it; those that name nobody stay.
     """
     gone = [name for name in fit.state.names if name not in rest]
-    buckets, states, padded = [], [], []
-    for names, state, lengths in zip(fit.state.buckets, fit.state.silos, fit.padded, strict=True):
-        index = np.array([i for i, name in enumerate(names) if name in rest], int)
-        if index.size:
-            buckets.append(tuple(names[i] for i in index))
-            with jax.enable_x64(True):
-                states.append(jax.tree.map(lambda leaf, index=index: leaf[index], state))
-            padded.append(lengths)
-    state = fit.state._replace(names=rest, buckets=tuple(buckets), server=server, silos=tuple(states))
+    state = fit.state.only(rest, server)
+    padded = [own for names, own in zip(fit.state.buckets, fit.padded, strict=True) if set(names) & set(rest)]
     some = lambda silos: None if silos is None else silos.only(*rest)
     return replace(
         fit,

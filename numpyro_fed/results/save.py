@@ -5,8 +5,8 @@ all the rest (:mod:`numpyro_fed.results.codec`). Of the silos' own arguments it 
 :func:`numpyro_fed.load` reads it.
 """
 
+import io
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.algorithm import Posterior
+from numpyro_fed.files import replace_file
 from numpyro_fed.host import real_dtype
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.partition_table import Partition, Site
@@ -59,14 +60,10 @@ def save(fit: Fitted, path: str | Path) -> Path:
     }
     path = Path(path)
     path = path if path.suffix == ".npz" else path.with_name(path.name + ".npz")
-    partial = path.with_name(f".{path.name}.{os.getpid()}")  # never half a file under the final name
-    try:
-        with open(partial, "wb") as file:
-            contents: dict[str, Any] = {HEADER: np.frombuffer(json.dumps(header).encode(), np.uint8), **arrays}
-            np.savez(file, **contents)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    contents: dict[str, Any] = {HEADER: np.frombuffer(json.dumps(header).encode(), np.uint8), **arrays}
+    body = io.BytesIO()
+    np.savez(body, **contents)
+    replace_file(path, body.getbuffer())
     return path
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_fed.algorithm import PyTree
 from numpyro_fed.checks import format_names
@@ -36,6 +37,17 @@ class State(NamedTuple):
                 position = bucket.index(name)
                 return jax.tree.map(lambda leaf, position=position: leaf[position], self.silos[b]), b
         raise KeyError(f"no silo is named {name!r}; the silos are {format_names(self.names)}")
+
+    def only(self, rest: tuple[str, ...], server: PyTree) -> "State":
+        """The state in which the other silos never were; ``server`` is that without them."""
+        buckets, states = [], []
+        for names, state in zip(self.buckets, self.silos, strict=True):
+            kept = np.array([i for i, name in enumerate(names) if name in rest], int)
+            if kept.size:
+                buckets.append(tuple(names[i] for i in kept))
+                with jax.enable_x64(True):
+                    states.append(jax.tree.map(lambda leaf, kept=kept: leaf[kept], state))
+        return self._replace(names=rest, buckets=tuple(buckets), server=server, silos=tuple(states))
 
     def arranged(self, stack: Stack) -> tuple[PyTree, ...]:
         """The silos' states in another stack's buckets and order."""

@@ -11,9 +11,7 @@ begins with the letters ``NFCP``, a version and the SHA-256 of the rest, an ``.n
 import hashlib
 import io
 import json
-import os
 import struct
-import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +23,7 @@ import numpy as np
 from numpyro_fed.algorithm import Phase, PyTree
 from numpyro_fed.checks import check_count, warn_user
 from numpyro_fed.engines import wire
+from numpyro_fed.files import replace_file
 from numpyro_fed.results import codec
 from numpyro_fed.run.books import Books
 from numpyro_fed.run.identity import difference, versions
@@ -156,7 +155,8 @@ class Checkpoint(Unsaved):
         body = io.BytesIO()
         text: Any = np.frombuffer(json.dumps(told).encode(), np.uint8)
         np.savez(body, header=text, **whole)
-        replace_file(self.path, _PREAMBLE.pack(MAGIC, VERSION, hashlib.sha256(body.getbuffer()).digest()), body)
+        contents = body.getbuffer()
+        replace_file(self.path, _PREAMBLE.pack(MAGIC, VERSION, hashlib.sha256(contents).digest()), contents)
         self.wrote = time.perf_counter()
 
     def _read(self) -> None:
@@ -192,25 +192,6 @@ class Checkpoint(Unsaved):
             f"checkpoint={str(self.path)!r} is not of this run: {why}. Take another path, or remove the file to begin "
             "anew"
         )
-
-
-def replace_file(path: Path, *parts: Any) -> None:
-    """Write a file so that at any moment there is the old one or the new one, whole."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        with open(partial, "wb") as file:
-            for part in parts:
-                file.write(part.getbuffer() if isinstance(part, io.BytesIO) else part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name is on the disk, too
-    finally:
-        os.close(folder)
 
 
 def _encoded(tree: PyTree) -> np.ndarray:

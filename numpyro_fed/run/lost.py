@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from numpyro_fed.algorithm import Posterior
@@ -55,14 +54,7 @@ def _without(posterior: Posterior, state: State, rest: tuple[str, ...]) -> State
     """The state in which a silo never was."""
     order = [state.names.index(name) for name in rest]
     server = posterior.reordered(state.server, order) if hasattr(posterior, "reordered") else state.server
-    buckets, silos = [], []
-    for names, stacked in zip(state.buckets, state.silos, strict=True):
-        kept = np.array([i for i, name in enumerate(names) if name in rest], int)
-        if kept.size:
-            buckets.append(tuple(names[i] for i in kept))
-            with jax.enable_x64(True):
-                silos.append(jax.tree.map(lambda leaf, kept=kept: leaf[kept], stacked))
-    return State(state.method, rest, tuple(buckets), server, tuple(silos), state.round)
+    return state.only(rest, server)
 
 
 def _joined(before: Fit, after: Fit, silo: str) -> Fit:
