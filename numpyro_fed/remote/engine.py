@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from numpyro_fed.remote.post import Post
-from numpyro_fed.remote.transport import Failure
 
 from numpyro_fed.algorithm import FederatedAlgorithm, Phase, Plan, _begin_silo
 from numpyro_fed.data.padding import SiloData
@@ -35,9 +33,14 @@ from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.precision import engine_in_x64, in_user_precision
 from numpyro_fed.remote.opening import to_json
+from numpyro_fed.remote.post import Post
 from numpyro_fed.remote.states import Elsewhere, as_name, as_row, name_of, structure_of
+from numpyro_fed.remote.transport import Failure
 
 Request = tuple[str, dict[str, Any], bytes]
+
+
+TIDY = 8  # rounds after which silos let go of states that nobody will ask for
 
 
 class RemoteError(RuntimeError):
@@ -152,6 +155,7 @@ class Memory:
         self.last: dict[tuple, dict[str, str]] = {}  # {recipe: states after the last round, by silo}
         self.begun: dict[tuple, dict[str, str]] = {}  # {recipe: states before the chunk of rounds that goes on}
         self.pinned: list[dict[str, str]] = []
+        self.structures: dict[tuple, str] = {}  # of what is sent, as each silo was told
         self.messages: dict[tuple, Any] = {}  # {recipe: what a message looks like}
 
     def keep(self, silo: str) -> list[str]:
@@ -275,17 +279,21 @@ class RemotePhase:
         words: dict[str, Any] = {"key": None, "impl": None}
         if key is not None:
             words = {"key": np.asarray(jax.random.key_data(key)).tolist(), "impl": str(jax.random.key_impl(key))}
-        return {
+        body = {
             "run": self.engine.run,
             "do": do,
             "phase": list(self.phase.recipe),
             "round": at,
             "effort": effort,
             "from": begins,
-            "like": structure,
-            "keep": self.memory.keep(silo),
             **words,
         }
+        place = (silo, do, *self.phase.recipe)
+        if self.memory.structures.get(place) != structure:  # told once
+            body["like"] = self.memory.structures[place] = structure
+        if do != "step" or at % TIDY == 0:
+            body["keep"] = self.memory.keep(silo)
+        return body
 
     def _made(self, bodies: dict[str, tuple[dict[str, Any], bytes]], stack: Stack, server: Any) -> tuple:
         """States that these requests make; everyone is needed."""
