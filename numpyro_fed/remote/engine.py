@@ -7,7 +7,7 @@ in words (``Phase.recipe``), and of its state the server holds the name (:mod:`n
 import secrets
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,7 +94,7 @@ class Remote:
                     "not fit the model: its own log says why, and `numpyro-fed check` there shows it"
                 )
             raise RemoteError(f"silo {name!r} cannot take part: {why.told}")
-        fine = all(body["padded"] is True for body, _ in said.values())  # type: ignore[union-attr]
+        fine = all(body["padded"] is True for body, _ in said.values())
         self._memory.padded = fine
         return (split if fine else unpadded(split)), None
 
@@ -270,7 +270,7 @@ class RemotePhase:
         self,
         do: str,
         structure: str,
-        begins: list[str | None],
+        begins: Sequence[str | None],
         silo: str,
         key: Any = None,
         at: int = 0,
@@ -285,7 +285,7 @@ class RemotePhase:
             "phase": list(self.phase.recipe),
             "round": at,
             "effort": effort,
-            "from": begins,
+            "from": list(begins),
             **words,
         }
         place = (silo, do, *self.phase.recipe)

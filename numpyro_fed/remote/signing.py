@@ -154,7 +154,9 @@ def opened(data: bytes, public_keys: Mapping[str, str], most_payload: int = MOST
         raise NotSigned(f"the message was changed after it was signed with the key of {sorted(signers)[0]!r}")
     sender = envelope.unpack(message, most_payload).sender
     if sender not in signers:
-        raise NotSigned(f"the message says it is of {sender!r}, and it is signed with the key of {sorted(signers)[0]!r}")
+        raise NotSigned(
+            f"the message says it is of {sender!r}, and it is signed with the key of {sorted(signers)[0]!r}"
+        )
     return message
 
 

@@ -102,10 +102,10 @@ class States:
 
     def get(self, name: str) -> Kept | None:
         found = self._memory.get(name)
-        if found is None and self.folder is not None:
-            path = self.folder / name
-            if path.exists():
-                found = self._memory[name] = _read(path.read_bytes())
+        if found is None and self.folder is not None and (self.folder / name).exists():
+            found = _read((self.folder / name).read_bytes())
+            if found is not None:
+                self._memory[name] = found
         return found
 
     def put(self, name: str, kept: Kept) -> None:

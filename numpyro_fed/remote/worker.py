@@ -222,7 +222,8 @@ class Worker:
 
 
 def _key(body: dict[str, Any]) -> Any:
-    return jax.random.wrap_key_data(np.array(body["key"], np.uint32), impl=body["impl"])
+    words: Any = np.array(body["key"], np.uint32)
+    return jax.random.wrap_key_data(words, impl=body["impl"])
 
 
 def _run_id(body: dict[str, Any]) -> str:
