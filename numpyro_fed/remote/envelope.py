@@ -1,14 +1,15 @@
 """One message of the protocol: who asks or answers whom, in which run of which study, and the numbers that cross.
 
-=================  ================================================================================
+=================  ==========================================================================================
 bytes              what
-=================  ================================================================================
+=================  ==========================================================================================
 4                  the letters ``NFE1``
 4                  length of the header, at most 1 MiB
 8                  length of the payload
+4                  CRC-32 of all that follows: of accidents; signatures and transports guard against adversaries
 the header         JSON in ASCII, keys sorted, without spaces: the fields of :class:`Envelope`
 the payload        bytes of the wire codec (:mod:`numpyro_fed.engines.wire`), or none
-=================  ================================================================================
+=================  ==========================================================================================
 
 Integers are little-endian. Nothing is parsed or copied before the lengths have been compared with the limits and with
 the bytes at hand. There is one way to write an envelope, and no other is read:
@@ -25,13 +26,14 @@ Law: ``unpack(pack(envelope)) == envelope``, and where ``unpack(data)`` is read,
     >>> unpack(data[:-1])
     Traceback (most recent call last):
     ...
-    numpyro_fed.remote.errors.Malformed: the message is truncated: got 250 bytes, expected 251
+    numpyro_fed.remote.errors.Malformed: the message is truncated: got 254 bytes, expected 255
 """
 
 import hashlib
 import json
 import re
 import struct
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +42,7 @@ from numpyro_fed.remote.errors import Malformed
 from numpyro_fed.run.identity import versions
 
 MAGIC = b"NFE1"
-PREAMBLE = struct.Struct("<4sIQ")  # magic, lengths of header and payload
+PREAMBLE = struct.Struct("<4sIQI")  # magic, lengths of header and payload, checksum of both
 MOST_HEADER = 1 << 20
 MOST_PAYLOAD = 1 << 28  # 256 MiB: the parameters of a network of 60 million weights
 MOST_BRACKETS = 1 << 16  # in a header: each may be a list, of 56 bytes at least, for the one byte that it takes there
@@ -85,7 +87,8 @@ def pack(envelope: Envelope) -> bytes:
             f"the header of a {envelope.type!r} message has {len(header)} bytes, expected at most {MOST_HEADER}: "
             "send arrays in its payload"
         )
-    return PREAMBLE.pack(MAGIC, len(header), len(payload)) + header + payload
+    checksum = zlib.crc32(payload, zlib.crc32(header))
+    return PREAMBLE.pack(MAGIC, len(header), len(payload), checksum) + header + payload
 
 
 def unpack(data: bytes | memoryview, most_payload: int = MOST_PAYLOAD) -> Envelope:
@@ -99,7 +102,9 @@ def unpack(data: bytes | memoryview, most_payload: int = MOST_PAYLOAD) -> Envelo
     if len(data) != expected:
         which = "truncated" if len(data) < expected else "overlong"
         raise Malformed(f"the message is {which}: got {len(data)} bytes, expected {expected}")
-    _, length, _ = PREAMBLE.unpack_from(data)
+    _, length, _, checksum = PREAMBLE.unpack_from(data)
+    if zlib.crc32(memoryview(data)[PREAMBLE.size :]) != checksum:
+        raise Malformed("the message is damaged: it has another checksum than it says")
     header = bytes(data[PREAMBLE.size : PREAMBLE.size + length])
     fields = _parsed(header)
     if fields.keys() != set(_FIELDS):
@@ -111,14 +116,14 @@ def unpack(data: bytes | memoryview, most_payload: int = MOST_PAYLOAD) -> Envelo
 
 
 def total(preamble: bytes | memoryview, most_payload: int = MOST_PAYLOAD) -> int:
-    """How long a message is, by its first 16 bytes: what a transport asks before it makes room for the rest.
+    """How long a message is, by its first 20 bytes: what a transport asks before it makes room for the rest.
 
     Raises:
         Malformed: when these are no message's, or of a longer one than is allowed.
     """
     if len(preamble) < PREAMBLE.size:
         raise Malformed(f"the message is truncated: got {len(preamble)} bytes, expected at least {PREAMBLE.size}")
-    magic, header, payload = PREAMBLE.unpack_from(preamble)
+    magic, header, payload, _ = PREAMBLE.unpack_from(preamble)
     if magic != MAGIC:
         raise Malformed("these bytes are no message of numpyro_fed: they do not begin with NFE1")
     if header > MOST_HEADER:
@@ -134,7 +139,7 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def content(envelope: Envelope) -> str:
-    """A digest of what a message asks for: run, type, body and payload, whatever its sequence and its sender's software."""
+    """A digest of what a message asks for: its run, type, body and payload, whatever the rest of its header."""
     made = hashlib.sha256(_ENCODE([envelope.run, envelope.type, envelope.body]).encode("ascii"))
     made.update(b"\n")
     made.update(envelope.payload)
@@ -149,7 +154,7 @@ def software() -> str:
     """
     found = versions()
     parts = [f"{name} {found[name]}" for name in ("numpyro_fed", "jax", "numpyro")]
-    return ", ".join([*parts, "float64" if jax.config.jax_enable_x64 else "float32"])
+    return ", ".join([*parts, jax.dtypes.canonicalize_dtype("float64").name])
 
 
 def _parsed(header: bytes) -> dict[str, Any]:
