@@ -22,8 +22,8 @@ relative to the file. A silo's::
     private_key = "leeds-tls.key"
 
     [files]                       # by files (numpyro-fed silo-step)
-    private_key = "leeds.private" # signs replies
-    server = "server.public"      # whose requests are answered
+    private_key = "leeds.sign"    # signs replies: numpyro-fed keygen
+    server = "ed25519:..."        # whose requests are answered: a public key, or a file that holds it
 
 The server's::
 
@@ -39,10 +39,10 @@ The server's::
     authority = "authority.pem"   # asks silos for certificates, too
 
     [files]
-    private_key = "server.private"
+    private_key = "server.sign"
 
     [files.silos]
-    leeds = "leeds.public"
+    leeds = "leeds.sign.pub"
 """
 
 import ssl
@@ -54,7 +54,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from numpyro_fed.remote.tables import check_known
+from numpyro_fed.cache import enable_cache
+from numpyro_fed.remote.policy import Policy
+from numpyro_fed.remote.site import Site
+from numpyro_fed.remote.study import Study
+from numpyro_fed.remote.tables import check_known, read, renamed
+from numpyro_fed.remote.worker import Worker
 
 PORT = 7433
 KEY_BYTES = 32
@@ -107,7 +112,7 @@ class SiteConfig:
     server: Network | None = None
     key: Path | None = None  # the secret shared with the server
     private_key: Path | None = None  # signs replies in files
-    server_key: Path | None = None  # public: whose requests in files are answered
+    server_key: str | None = None  # public: whose requests in files are answered
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class ServerConfig:
     keys: dict[str, Path]  # of each silo, by name; in their order
     listen: Network | None = None
     private_key: Path | None = None  # signs requests in files
-    public_keys: dict[str, Path] = field(default_factory=dict)  # of silos that answer by files
+    public_keys: dict[str, str] = field(default_factory=dict)  # "ed25519:...", of silos that answer by files
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,7 +147,7 @@ def read_site(path: str | Path) -> SiteConfig:
         server.network() if "server" in said else None,
         server.file("key") if "server" in said else None,
         files.file("private_key") if "files" in said else None,
-        files.file("server") if "files" in said else None,
+        files.public("server") if "files" in said else None,
     )
 
 
@@ -163,7 +168,7 @@ def read_server(path: str | Path) -> ServerConfig:
         {name: keys.file(name) for name in keys.said},
         listen.network() if "listen" in said else None,
         files.file("private_key") if "files" in said else None,
-        {name: public.file(name) for name in public.said},
+        {name: public.public(name) for name in public.said},
     )
 
 
@@ -207,6 +212,11 @@ class Part:
         if not found.is_file():
             raise ConfigError(f"{self.where}: {key} names the file {found}, which is not there")
         return found
+
+    def public(self, key: str) -> str:
+        """A public key, written here or in a file."""
+        found = self.text(key)
+        return found if found.startswith("ed25519:") else self.file(key).read_text(encoding="utf-8").strip()
 
     def network(self) -> Network:
         files = {key: self.file(key) for key in ("authority", "certificate", "private_key") if key in self.said}
@@ -257,3 +267,14 @@ def _name(name: str, where: str) -> str:
     if name[0] in ". " or name[-1] in ". ":
         raise ConfigError(f"{where} must begin and end with a letter or digit, got {name!r}")
     return name
+
+
+def open_site(config: SiteConfig) -> Site:
+    """A silo as it answers: its own copy of the study, its own table, its owner's policy."""
+    study = Study.load(config.study)  # first: it may choose 64 bits
+    policy = Policy.from_table(config.policy)
+    own = read(config.data, renamed(study.columns, config.columns, "site.toml, [columns]"))
+    config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    enable_cache(config.folder / "programs")
+    worker = Worker(config.name, own, study, config.folder, study.own_counts, study.renumbered)
+    return Site(worker, study.digest, study.name, config.folder, policy)

@@ -3,7 +3,7 @@
 Both ends hold a secret of 32 bytes, of this silo alone. Each proves that it does by an HMAC of the other's fresh random
 bytes, so nothing that was heard once can be said again; a key of this connection is made of both::
 
-    server -> silo    "NFS1", 32 random bytes a
+    server -> silo    "NFT1", 32 random bytes a
     silo -> server    32 random bytes b, HMAC(secret, "silo" a b name), length of the name, name
     server -> silo    HMAC(secret, "server" a b name)
 
@@ -21,7 +21,7 @@ import ssl
 import struct
 import time
 
-MAGIC = b"NFS1"
+MAGIC = b"NFT1"
 RANDOM = 32
 TAG = 32
 MOST_NAME = 200  # bytes

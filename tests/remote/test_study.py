@@ -116,6 +116,7 @@ key = "leeds.key"
 def folder(tmp_path):
     for name in ("study.py", "leeds.csv", "leeds.public", "server.private"):
         (tmp_path / name).write_text("")
+    (tmp_path / "leeds.public").write_text("ed25519:abc\n")
     (tmp_path / "leeds.key").write_text("00" * 32)
     (tmp_path / "leeds.key").chmod(0o600)
     return tmp_path
@@ -158,7 +159,9 @@ def test_server(folder):
     assert found.names == ("leeds",) and found.listen is not None and found.listen.address == ("0.0.0.0", config.PORT)
     files = '[files]\nprivate_key = "server.private"\n[files.silos]\nleeds = "leeds.public"\n'
     (folder / "server.toml").write_text(files)
-    assert config.read_server(folder / "server.toml").public_keys == {"leeds": folder / "leeds.public"}
+    assert config.read_server(folder / "server.toml").public_keys == {"leeds": "ed25519:abc"}
+    (folder / "server.toml").write_text(files.replace("leeds.public", "ed25519:xyz"))
+    assert config.read_server(folder / "server.toml").public_keys == {"leeds": "ed25519:xyz"}
     (folder / "server.toml").write_text("")
     with pytest.raises(config.ConfigError, match="names no silo"):
         config.read_server(folder / "server.toml")
