@@ -74,8 +74,10 @@ class Remote:
 
     def bound(self, method: Any, silos: Any, run: str = "") -> "Remote":
         """The engine of one run; ``run``: of one that goes on."""
-        name = silos.name_of(method)
-        return replace(self, method=name, run=run or secrets.token_hex(8), memory=Memory(silos.names))
+        run = run or secrets.token_hex(8)
+        post = Post(self.post.transport, self.post.study, run)
+        post.traffic = self.post.traffic  # one account
+        return replace(self, post=post, method=silos.name_of(method), run=run, memory=Memory(silos.names))
 
     def certified(self, split: SplitModel, silos: Any) -> tuple[SplitModel, PartitionError | None]:
         """Every silo divides the model as the server does, and looks whether that is right on its own data."""

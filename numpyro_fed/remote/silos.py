@@ -9,6 +9,7 @@ from numpyro_fed.remote.transport import Failure, Transport
 
 from numpyro_fed.data.inputs import shared_digest
 from numpyro_fed.data.silos import Silos, inside
+from numpyro_fed.remote.envelope import NO_RUN
 from numpyro_fed.remote.engine import Remote, RemoteError
 from numpyro_fed.remote.opening import Description, silos_like
 from numpyro_fed.remote.runs import shared_of
@@ -100,7 +101,7 @@ def connect(
     least = len(chosen) if quorum is None else quorum
     if not 1 <= least <= len(chosen):
         raise ValueError(f"quorum must be a number of silos, from 1 to {len(chosen)}, got {quorum!r}")
-    engine = Remote(Post(transport, study.digest), timeout, least, patience)
+    engine = Remote(Post(transport, study.digest, NO_RUN), timeout, least, patience)
     said = engine.told("hello", {name: ({}, b"") for name in chosen})
     shared = shared_digest(shared_of(study))
     described, told = [], dict[str, set[str]](own_counts=set(), renumbered=set())
