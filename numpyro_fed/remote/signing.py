@@ -109,8 +109,8 @@ def public_key(text: str) -> bytes:
         raw = b""
     if len(raw) != 32 or _written(raw) != text:
         raise ValueError(
-            f"a public key is written {PREFIX!r} and 43 letters, got {text[:60]!r}: copy the line of the .pub file that "
-            "numpyro-fed keygen made"
+            f"a public key is written {PREFIX!r} and 43 letters, got {text[:60]!r}: copy the line of the .pub file "
+            "that numpyro-fed keygen made"
         )
     return raw
 
@@ -154,7 +154,9 @@ def opened(data: bytes, public_keys: Mapping[str, str], most_payload: int = MOST
         raise NotSigned(f"the message was changed after it was signed with the key of {sorted(signers)[0]!r}")
     sender = envelope.unpack(message, most_payload).sender
     if sender not in signers:
-        raise NotSigned(f"the message says it is of {sender!r}, and it is signed with the key of {sorted(signers)[0]!r}")
+        raise NotSigned(
+            f"the message says it is of {sender!r}, and it is signed with the key of {sorted(signers)[0]!r}"
+        )
     return message
 
 
