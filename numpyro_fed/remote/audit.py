@@ -72,8 +72,8 @@ class Audit:
             line["kind"] = reply.body["kind"]
         if self.keeps_copies:
             self.copies.mkdir(mode=0o700, exist_ok=True)
-            _append(self.copies / f"{packed}.nfe", data, os.O_TRUNC)
-        _append(self.path, json.dumps(line).encode() + b"\n", os.O_APPEND)
+            append(self.copies / f"{packed}.nfe", data, os.O_TRUNC)
+        append(self.path, json.dumps(line).encode() + b"\n")
 
     def _fields(self, payload: bytes) -> list[str]:
         """Names, types and shapes of a payload's leaves, read off the payload."""
@@ -112,12 +112,13 @@ class Log:
                 text = text[: MOST_TEXT // 2] + "\n...\n" + text[-MOST_TEXT // 2 :]
             if self.path.exists() and self.path.stat().st_size > MOST_LOG:
                 os.replace(self.path, self.path.with_name("site.log.1"))
-            _append(self.path, f"{_now()} {text.rstrip()}\n".encode(errors="backslashreplace"), os.O_APPEND)
+            append(self.path, f"{_now()} {text.rstrip()}\n".encode(errors="backslashreplace"))
         except Exception:
             return
 
 
-def _append(path: Path, data: bytes, how: int) -> None:
+def append(path: Path, data: bytes, how: int = os.O_APPEND) -> None:
+    """Write to the end of a file that is its owner's only; all of it, or an OSError."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600)
     try:
         rest = memoryview(data)

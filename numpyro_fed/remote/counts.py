@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from numpyro_fed.files import replace_file
+from numpyro_fed.remote.audit import append
 from numpyro_fed.remote.policy import Count
 
 try:
@@ -73,11 +74,7 @@ class Counts:
     def note(self, study: str, count: Count, run: str, request: str) -> None:
         """Count an answer that is about to leave; ``request`` is "" for one that need not be remembered."""
         line = (self._number + 1, study, *count, run, request)
-        file = os.open(self.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.write(file, json.dumps(line).encode() + b"\n")
-        finally:
-            os.close(file)
+        append(self.journal, json.dumps(line).encode() + b"\n")
         self._take(*line)
         self._lines += 1
         if self._lines >= MOST_LINES or self._seen is None or not self._seen[0]:  # the first makes the file

@@ -4,6 +4,7 @@ The same loop, phases and server steps as in one process (:mod:`numpyro_fed.run.
 in words (``Phase.recipe``), and of its state the server holds the name (:mod:`numpyro_fed.remote.states`).
 """
 
+import hashlib
 import secrets
 import tempfile
 import zlib
@@ -67,6 +68,7 @@ class Remote:
     patience: int = 3
     method: str = ""  # the study's name of it
     run: str = ""  # hex: what this run is called in the silos
+    seed: str = ""  # of what runs are called, where a sequence of processes must call them the same; "": at random
     memory: "Memory | None" = None
 
     chunk: ClassVar[int] = 16
@@ -77,10 +79,15 @@ class Remote:
 
     def bound(self, method: Any, silos: Any, run: str = "") -> "Remote":
         """The engine of one run; ``run``: of one that goes on."""
-        run = run or secrets.token_hex(8)
+        run = run or self._called(silos.name_of(method), silos.names)
         post = Post(self.post.transport, self.post.study, run)
         post.traffic = self.post.traffic  # one account
         return replace(self, post=post, method=silos.name_of(method), run=run, memory=Memory(silos.names))
+
+    def _called(self, method: str, names: tuple[str, ...]) -> str:
+        if not self.seed:
+            return secrets.token_hex(8)
+        return hashlib.sha256("\0".join((self.seed, method, *names)).encode()).hexdigest()[:16]
 
     def certified(self, split: SplitModel, silos: Any) -> tuple[SplitModel, PartitionError | None]:
         """Every silo divides the model as the server does, and looks whether that is right on its own data."""

@@ -109,8 +109,8 @@ def public_key(text: str) -> bytes:
         raw = b""
     if len(raw) != 32 or _written(raw) != text:
         raise ValueError(
-            f"a public key is written {PREFIX!r} and 43 letters, got {text[:60]!r}: copy the line of the .pub file that "
-            "numpyro-fed keygen made"
+            f"a public key is written {PREFIX!r} and 43 letters, got {text[:60]!r}: copy the line of the .pub file "
+            "that numpyro-fed keygen made"
         )
     return raw
 

@@ -81,6 +81,7 @@ def connect(
     timeout: float = 600.0,
     quorum: int | None = None,
     patience: int = 3,
+    seed: str = "",
 ) -> RemoteSilos:
     """Ask the silos of a transport who they are, and what shapes their data have.
 
@@ -92,6 +93,7 @@ def connect(
         quorum: silos without which a run stops, with the fit so far. By default all of them: a run without one is
             another posterior.
         patience: times, one after the other, that a silo is not heard before it is lost for good.
+        seed: where a sequence of processes does one run: what its names are made of.
 
     Returns:
         silos for ``study.methods["EP"].run(key, silos)``.
@@ -100,7 +102,7 @@ def connect(
     least = len(chosen) if quorum is None else quorum
     if not 1 <= least <= len(chosen):
         raise ValueError(f"quorum must be a number of silos, from 1 to {len(chosen)}, got {quorum!r}")
-    engine = Remote(Post(transport, study.digest, NO_RUN), timeout, least, patience)
+    engine = Remote(Post(transport, study.digest, NO_RUN), timeout, least, patience, seed=seed)
     said = engine.told("hello", {name: ({}, b"") for name in chosen})
     shared = shared_digest(shared_of(study))
     described, told = [], dict[str, set[str]](own_counts=set(), renumbered=set())

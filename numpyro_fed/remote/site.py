@@ -141,7 +141,7 @@ class Site:
             purpose = None
             try:
                 if asked.type not in HANDSHAKE:
-                    purpose = self.worker.purpose(asked.body)
+                    purpose = _checked(self.worker.purpose(asked.body))
                     self.policy.allow(purpose, self.worker.rows)
                     spent = before if again else self.policy.spend(before, purpose)
                 body, payload = self.worker.answer(asked.type, asked.body, asked.payload)
@@ -184,6 +184,14 @@ class Site:
             self.log.note(f"{what}: {_kind(error)}: {error.told}. {error.stays}")
         else:
             self.log.note(what, error)
+
+
+def _checked(purpose: Purpose) -> Purpose:
+    """A purpose is made from what a server sent: what would be counted must be numbers."""
+    phase, round, points = purpose
+    if not (isinstance(phase, str) and type(round) is int and type(points) is int and points >= 0):
+        raise TypeError(f"a purpose has a phase, a round and a number of points, got {purpose}")
+    return purpose
 
 
 def _kind(error: BaseException) -> str:

@@ -15,7 +15,11 @@ from numpyro_fed.remote.errors import Malformed
 NAMES = st.text(st.characters(categories=["L", "Nd", "Zs"]), min_size=1, max_size=20).filter(str.isprintable)
 HEX = "0123456789abcdef"
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=10,
 )
@@ -112,7 +116,7 @@ def test_what_is_no_message_is_refused_and_says_why(which: str) -> None:
     ids=["6 MB of numbers", "6 MB of text", "6 MB of payload", "1 MiB of lists", "1 MiB of texts"],
 )
 def test_hostile_headers_cost_neither_time_nor_memory(hostile: bytes) -> None:
-    """Of 6 MB nothing is read; of 1 MiB, what is allowed, the objects are few enough. 50 ms and 20 MB are the demand."""
+    """Of 6 MB nothing is read; of 1 MiB, which is allowed, the objects are few. 50 ms and 20 MB are the demand."""
 
     def refused() -> None:
         with pytest.raises(Malformed):
