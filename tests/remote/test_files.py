@@ -195,7 +195,7 @@ def test_signed_files(answered, tmp_path):
     pytest.importorskip("cryptography")
     from numpyro_fed.remote.signing import make_keys
 
-    folder, transport = answered
+    folder, _ = answered
     public = {name: make_keys(tmp_path / f"{name}.sign") for name in (*NAMES, "server")}
     reply = tmp_path / "york.reply"
     request = tmp_path / "york.request"
