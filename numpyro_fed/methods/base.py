@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Left, Plan, Posterior, Program
 from numpyro_fed.checks import check_cohorts, check_count, check_key, warn_user
-from numpyro_fed.engines.base import Engine
+from numpyro_fed.engines.base import Engine, TellsSilos
 from numpyro_fed.engines.choose import check_engine, default_engine
 from numpyro_fed.engines.hearing import Gone
 from numpyro_fed.engines.stale import current
@@ -136,7 +136,7 @@ class Method:
             num_rounds = check_count("num_rounds", num_rounds)
         engine = default_engine(silos) if engine is None else engine
         plan = self._plan(silos, schedule, num_rounds, engine, check)
-        bind = getattr(engine, "bound", None)  # silos that are elsewhere are told of the run
+        elsewhere = engine if isinstance(engine, TellsSilos) else None
         began, saved = time.perf_counter(), Unsaved()
         if checkpoint is not None:
             asked = {"num_rounds": num_rounds, "schedule": schedule, "engine": engine, "check": check}
@@ -147,9 +147,9 @@ class Method:
         elif checkpoint_every is not None:
             raise ValueError("checkpoint_every says how often a checkpoint is written: say where, checkpoint='run.nfc'")
         resume.check_start(init_state, silos.names)
-        if bind is not None:
-            engine = bind(self, silos, saved.run)
-            saved.run = engine.run
+        if elsewhere is not None:
+            engine = elsewhere = elsewhere.bound(self, silos, saved.run)
+            saved.run = elsewhere.run
         prepared = self.prepare(silos, engine)
         if min_rows is not None:
             refuse_small(prepared, check_count("min_rows", min_rows))
@@ -162,8 +162,8 @@ class Method:
         name = type(self).__name__
         runner = Runner(engine, key, prepared.stack, split, schedule, progress_bar, name)
         runner.saved_to(saved)
-        if bind is not None:
-            engine.agree(prepared.survey, plan, program)
+        if elsewhere is not None:
+            elsewhere.agree(prepared.survey, plan, program)
         runner.books.surveyed(prepared.sent, len(silos.names))
         start = resume.start(init_state, name, program, runner)
         first = runner.round
@@ -196,8 +196,8 @@ class Method:
             except Gone as gone:
                 evidence = f"not checked: {gone}"
         found = fit(left, states, evidence)
-        if bind is not None:
-            engine.finished(found)
+        if elsewhere is not None:
+            elsewhere.finished(found)
         if progress_bar:
             tqdm.write(f"verdict: {found.verdict.status}", file=sys.stderr)  # beside the bar
         return found
@@ -229,11 +229,11 @@ def _again(method: Method, engine: Engine, rng_key: Any, silos: Any, num_rounds:
 
 def _fresh(method: Method, engine: Engine, rng_key: Any, silos: Any) -> Fresh:
     """States of the method's rounds on other silos, before the first."""
-    bind, plan = getattr(engine, "bound", None), Plan(names=silos.names)
-    engine = engine if bind is None else bind(method, silos)
+    plan = Plan(names=silos.names)
+    engine = engine.bound(method, silos, "") if isinstance(engine, TellsSilos) else engine
     split, survey, stack, _ = method.prepare(silos, engine)
     program = _numbered(method.compile(split, survey, plan))
-    if bind is not None:
+    if isinstance(engine, TellsSilos):
         engine.agree(survey, plan, program)
     phase = next(phase for phase in program.phases if phase.role == "rounds")
     runner = Runner(engine, check_key(rng_key), stack, split, as_schedule(None), False, "")

@@ -8,7 +8,7 @@ import hashlib
 import secrets
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from numpyro_fed.remote.post import Post
-from numpyro_fed.remote.transport import Failure
 
 from numpyro_fed.algorithm import FederatedAlgorithm, Phase, Plan, _begin_silo
 from numpyro_fed.data.padding import SiloData
@@ -36,9 +34,14 @@ from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.precision import engine_in_x64, in_user_precision
 from numpyro_fed.remote.opening import to_json
+from numpyro_fed.remote.post import Post
 from numpyro_fed.remote.states import Elsewhere, as_name, as_row, name_of, structure_of
+from numpyro_fed.remote.transport import Failure
 
 Request = tuple[str, dict[str, Any], bytes]
+
+
+TIDY = 8  # rounds after which silos let go of states that nobody will ask for
 
 
 class RemoteError(RuntimeError):
@@ -98,7 +101,7 @@ class Remote:
                     "not fit the model: its own log says why, and `numpyro-fed check` there shows it"
                 )
             raise RemoteError(f"silo {name!r} cannot take part: {why.told}")
-        fine = all(body["padded"] is True for body, _ in said.values())  # type: ignore[union-attr]
+        fine = all(body["padded"] is True for body, _ in said.values())
         self._memory.padded = fine
         return (split if fine else unpadded(split)), None
 
@@ -159,6 +162,7 @@ class Memory:
         self.last: dict[tuple, dict[str, str]] = {}  # {recipe: states after the last round, by silo}
         self.begun: dict[tuple, dict[str, str]] = {}  # {recipe: states before the chunk of rounds that goes on}
         self.pinned: list[dict[str, str]] = []
+        self.structures: dict[tuple, str] = {}  # of what is sent, as each silo was told
         self.messages: dict[tuple, Any] = {}  # {recipe: what a message looks like}
 
     def keep(self, silo: str) -> list[str]:
@@ -273,7 +277,7 @@ class RemotePhase:
         self,
         do: str,
         structure: str,
-        begins: list[str | None],
+        begins: Sequence[str | None],
         silo: str,
         key: Any = None,
         at: int = 0,
@@ -282,17 +286,21 @@ class RemotePhase:
         words: dict[str, Any] = {"key": None, "impl": None}
         if key is not None:
             words = {"key": np.asarray(jax.random.key_data(key)).tolist(), "impl": str(jax.random.key_impl(key))}
-        return {
+        body = {
             "run": self.engine.run,
             "do": do,
             "phase": list(self.phase.recipe),
             "round": at,
             "effort": effort,
-            "from": begins,
-            "like": structure,
-            "keep": self.memory.keep(silo),
+            "from": list(begins),
             **words,
         }
+        place = (silo, do, *self.phase.recipe)
+        if self.memory.structures.get(place) != structure:  # told once
+            body["like"] = self.memory.structures[place] = structure
+        if do != "step" or at % TIDY == 0:
+            body["keep"] = self.memory.keep(silo)
+        return body
 
     def _made(self, bodies: dict[str, tuple[dict[str, Any], bytes]], stack: Stack, server: Any) -> tuple:
         """States that these requests make; everyone is needed."""

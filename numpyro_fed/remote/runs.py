@@ -1,21 +1,23 @@
 """A run in a silo: what was agreed on, its states and its compiled programs."""
 
+import json
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-from numpyro_fed.remote.errors import ToldError
 
 from numpyro_fed.algorithm import FederatedAlgorithm, Plan
 from numpyro_fed.data.inputs import checked_arguments
 from numpyro_fed.data.silos import Silos, at_silo
+from numpyro_fed.files import replace_file
 from numpyro_fed.host import folded, zeros_like
 from numpyro_fed.keys import identity
 from numpyro_fed.methods.base import Method
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.precision import UNOPTIMISED, for_rounds, in_user_precision
+from numpyro_fed.remote.errors import ToldError
 from numpyro_fed.remote.opening import Agreed, agreed, description, from_json, opened, settled, silos_like
 from numpyro_fed.remote.recipes import Made, Recipe, made
 from numpyro_fed.remote.states import States, arrays_of, like_of
@@ -58,10 +60,13 @@ class Run:
         self.opened = opened(study.methods[opening["method"]], name, own, everyone)
         self.run: Agreed | None = None
         self._use(self.opened.padded)
-        self.states = States(folder)
+        self.folder = folder
+        self.states = States(None if folder is None else folder / "states")
+        self.structures: dict[str, str] = {}  # of what is sent, by what is done in which phase
+        if folder is not None and (folder / "structures.json").exists():
+            self.structures = json.loads((folder / "structures.json").read_text())
         self._made: dict[Recipe, Made] = {}
         self._compiled: dict[tuple[str, Recipe], Any] = {}
-        self._like: dict[tuple[str, Recipe], str] = {}
 
     def _use(self, padded: bool) -> None:
         self.settled = settled(self.opened, padded)
@@ -92,11 +97,19 @@ class Run:
         return self._made[recipe]
 
     def received(self, do: str, recipe: Recipe, body: dict[str, Any], payload: bytes) -> Any:
-        """What was sent, as a tree; in a phase it always has the same structure."""
-        structure = body["like"]
-        if not isinstance(structure, str) or self._like.setdefault((do, recipe), structure) != structure:
-            raise ValueError("the server sends another structure than before")
-        like = _like(structure)
+        """What was sent, as a tree. In a phase it always has the same structure, which is told once."""
+        place, structure = json.dumps([do, *recipe]), body.get("like")
+        known = self.structures.get(place)
+        if structure is not None and structure != known:
+            if known is not None or not isinstance(structure, str):
+                raise ValueError("the server sends another structure than before")
+            like_of(structure)
+            self.structures[place] = known = structure
+            if self.folder is not None:
+                replace_file(self.folder / "structures.json", json.dumps(self.structures).encode())
+        if known is None:
+            raise NotHere("the server does not tell the structure of what it sends")
+        like = _like(known)
         if do == "start" and not payload:  # nothing of it is looked at
             return zeros_like(like)
         return arrays_of(payload, like)

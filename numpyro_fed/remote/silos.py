@@ -4,15 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from numpyro_fed.remote.post import Post
-from numpyro_fed.remote.transport import Failure, Transport
-
 from numpyro_fed.data.inputs import shared_digest
 from numpyro_fed.data.silos import Silos, inside
-from numpyro_fed.remote.envelope import NO_RUN
 from numpyro_fed.remote.engine import Remote, RemoteError
+from numpyro_fed.remote.envelope import NO_RUN
 from numpyro_fed.remote.opening import Description, silos_like
+from numpyro_fed.remote.post import Post
 from numpyro_fed.remote.runs import shared_of
+from numpyro_fed.remote.transport import Failure, Transport
 
 
 class DataElsewhere(RuntimeError):

@@ -32,8 +32,8 @@ class Elsewhere(NamedTuple):
 
 
 def name_of(body: dict[str, Any], payload: bytes) -> str:
-    """Of what a request makes: hex. What to keep of earlier states is not part of it."""
-    told = {key: value for key, value in body.items() if key != "keep"}
+    """Of what a request makes: hex. What to keep of earlier states, and how to read the payload, are not part of it."""
+    told = {key: value for key, value in body.items() if key not in ("keep", "like")}
     text = json.dumps(told, sort_keys=True, separators=(",", ":")).encode()
     return hashlib.sha256(text + b"\0" + payload).hexdigest()[: 2 * NAME_BYTES]
 
@@ -50,7 +50,8 @@ def as_name(row: Any) -> str:
 
 
 def structure_of(tree: PyTree) -> str:
-    """A tree's structure, types and shapes as JSON."""
+    """A tree's structure, types and shapes as JSON; numbers are arrays, as in wire format."""
+    tree = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else np.zeros((), jnp.result_type(leaf)), tree)
     return json.dumps(codec.encode(tree, _shape), sort_keys=True, separators=(",", ":"))
 
 
@@ -101,10 +102,10 @@ class States:
 
     def get(self, name: str) -> Kept | None:
         found = self._memory.get(name)
-        if found is None and self.folder is not None:
-            path = self.folder / name
-            if path.exists():
-                found = self._memory[name] = _read(path.read_bytes())
+        if found is None and self.folder is not None and (self.folder / name).exists():
+            found = _read((self.folder / name).read_bytes())
+            if found is not None:
+                self._memory[name] = found
         return found
 
     def put(self, name: str, kept: Kept) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from numpyro_fed.remote.errors import ToldError
-from numpyro_fed.remote.site import Purpose
 
 from numpyro_fed.data.inputs import checked_arguments, leaves, shared_digest
 from numpyro_fed.data.silos import at_silo
@@ -24,9 +22,11 @@ from numpyro_fed.engines.inbox import not_finite
 from numpyro_fed.files import replace_file
 from numpyro_fed.host import folded
 from numpyro_fed.keys import START
+from numpyro_fed.remote.errors import ToldError
 from numpyro_fed.remote.opening import description
 from numpyro_fed.remote.recipes import Recipe
 from numpyro_fed.remote.runs import NotHere, Run, Studied, shared_of, silo_key
+from numpyro_fed.remote.site import Purpose
 from numpyro_fed.remote.states import Kept, States, name_of
 from numpyro_fed.run.digests import digest_of
 
@@ -149,7 +149,8 @@ class Worker:
             else:
                 reply, state = b"", run.compiled(do, recipe)(given, *states)
         run.states.put(name, Kept(state, reply))
-        run.states.keep_only({name, *body["keep"], *(one for one in body["from"] if one is not None)})
+        if body.get("keep") is not None:
+            run.states.keep_only({name, *body["keep"], *(one for one in body["from"] if one is not None)})
         return {}, reply
 
     def _state(self, run: "Run", name: str) -> Any:
@@ -186,7 +187,9 @@ class Worker:
         return self.runs[run]
 
     def _opened(self, opening: dict[str, Any]) -> Run:
-        folder = None if self.folder is None else self._folder(_run_id(opening)) / "states"
+        folder = None if self.folder is None else self._folder(_run_id(opening))
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
         return Run(self.name, self.own, self.study, opening, folder)
 
     def _folder(self, run: str) -> Path:
@@ -219,7 +222,8 @@ class Worker:
 
 
 def _key(body: dict[str, Any]) -> Any:
-    return jax.random.wrap_key_data(np.array(body["key"], np.uint32), impl=body["impl"])
+    words: Any = np.array(body["key"], np.uint32)
+    return jax.random.wrap_key_data(words, impl=body["impl"])
 
 
 def _run_id(body: dict[str, Any]) -> str:

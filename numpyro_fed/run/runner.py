@@ -25,7 +25,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.precision import LITTLE
 from numpyro_fed.run.books import Books
 from numpyro_fed.run.checkpoint import Loop, Unsaved
-from numpyro_fed.run.diagnose import NonFinite, all_finite, last_good
+from numpyro_fed.run.diagnose import NonFinite, all_finite, first_bad, last_good
 
 COHORTS = digest("\0cohorts")
 SHORTER = 3  # times that steps are shortened before a loss that is not finite is given up
@@ -223,7 +223,7 @@ class Runner:
                     except Gone as gone:
                         self.checkpoint.interrupted()
                         raise self._told(gone, phase, cohorts, sent) from None
-                    bad = _first_bad(after, count) if phase.role == "rounds" and phase.watched else None
+                    bad = first_bad(after, count) if phase.role == "rounds" and phase.watched else None
                     if bad is not None and phase.shorter is not None and at.shortened < SHORTER:
                         server, states = self._shorter(phase, at.server, at.states)
                         at = at._replace(server=server, states=states, shortened=at.shortened + 1)
@@ -346,11 +346,3 @@ def _together(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     if len(rows) == 1:
         return rows[0]
     return {name: np.concatenate([one[name] for one in rows]) for name in (rows[0] if rows else ())}
-
-
-def _first_bad(after: tuple[PyTree, tuple, dict[str, np.ndarray]], count: int) -> int | None:
-    """The first of a chunk's rounds whose loss is not finite; ``count``: all are, and the server's state is not."""
-    bad = np.flatnonzero(~np.isfinite(after[2]["loss"]))
-    if bad.size:
-        return int(bad[0])
-    return None if all_finite(after[0]) else count  # a loss can be that of the round's beginning
