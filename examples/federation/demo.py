@@ -2,7 +2,8 @@
 
 The children of the six-cities study are written to three csv files in three folders. Three processes each open their
 own file; a fourth, the server, opens none. One silo is killed (kill -9) in the middle of the rounds and started again.
-The end shows the posterior beside that of one process with all data, what left each silo, and which files each has opened.
+The end shows the posterior beside that of one process with all data, what left each silo, and which tables each
+has opened.
 
 Run it with ``make demo-federation``, or ``python examples/federation/demo.py --help``.
 """

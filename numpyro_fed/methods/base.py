@@ -139,7 +139,7 @@ class Method:
         elsewhere = engine if isinstance(engine, TellsSilos) else None
         began, saved = time.perf_counter(), Unsaved()
         if checkpoint is not None:
-            asked = {"num_rounds": num_rounds, "schedule": schedule, "engine": engine, "check": check}
+            asked = {"num_rounds": num_rounds, "schedule": schedule, "engine": getattr(engine, "identity", engine), "check": check}
             saved = Checkpoint(checkpoint, checkpoint_every, identity(self, key, silos, asked, init_state))
             began -= saved.seconds
             if saved.loops and progress_bar:
