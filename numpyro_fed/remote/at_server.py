@@ -117,9 +117,7 @@ def _settings(args: argparse.Namespace, study: Study, path: Path) -> dict[str, A
         raise ConfigError(f"{study.path} has changed since this run began: put it back, or remove {path.parent}")
     for name, value in said.items():
         if kept[name] != value:
-            raise ConfigError(
-                f"this run began with {name} {kept[name]}, not {value}: to begin anew, remove {path}"
-            )
+            raise ConfigError(f"this run began with {name} {kept[name]}, not {value}: to begin anew, remove {path}")
     return kept
 
 
@@ -164,4 +162,3 @@ def _out(path: str) -> Path:
 def _made(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
-

@@ -54,9 +54,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--checkpoint", help="where the run is kept on the way; by default beside the fit")
     one.add_argument("--checkpoint-every", type=int, help="rounds between two writes; by default about ten seconds")
     one.add_argument("--timeout", type=float, default=600.0, help="seconds that a silo is waited for")
-    one.add_argument(
-        "--patience", type=int, default=3, help="times a silo is not heard before it is lost for good"
-    )
+    one.add_argument("--patience", type=int, default=3, help="times a silo is not heard before it is lost for good")
 
     one = _command(commands, "silo-step", at_silo.silo_step, "answer requests in files")
     one.add_argument("--site", required=True, help="site.toml")
