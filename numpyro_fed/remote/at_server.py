@@ -10,7 +10,6 @@ import jax
 
 from numpyro_fed.cache import enable_cache
 from numpyro_fed.files import replace_file
-from numpyro_fed.methods.base import Method
 from numpyro_fed.remote import files
 from numpyro_fed.remote.at_silo import say
 from numpyro_fed.remote.config import ConfigError, read_server, secret
@@ -144,7 +143,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def _loaded(path: str, study: Study, name: str | None) -> Fit:
-    methods: dict[str, Method] = study.methods if name is None else {name: study.method(name)}
+    methods: dict[str, Any] = study.methods if name is None else {name: study.method(name)}
     errors = []
     for method in methods.values():
         try:
