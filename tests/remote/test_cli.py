@@ -32,11 +32,18 @@ columns = {"x": ["a", "b"], "y": "y"}
 """
 
 
+CACHE = (
+    "jax_enable_compilation_cache",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
 @pytest.fixture(autouse=True)
 def same_cache():
     """A command keeps programs in its own folder; the next test has its cache back."""
-    names = [name for name in jax.config.values if "compilation_cache" in name or "persistent_cache" in name]
-    before = {name: jax.config.read(name) for name in names}
+    before = {name: getattr(jax.config, name) for name in CACHE}
     yield
     for name, value in before.items():
         jax.config.update(name, value)
