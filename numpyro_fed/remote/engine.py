@@ -164,6 +164,7 @@ class Memory:
         self.begun: dict[tuple, dict[str, str]] = {}  # {recipe: states before the chunk of rounds that goes on}
         self.pinned: list[dict[str, str]] = []
         self.structures: dict[tuple, str] = {}  # of what is sent, as each silo was told
+        self.started: set[tuple] = set()  # recipes of phases that began with fresh states
         self.messages: dict[tuple, Any] = {}  # {recipe: what a message looks like}
 
     def keep(self, silo: str) -> list[str]:
@@ -192,6 +193,7 @@ class RemotePhase:
 
     @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
+        self.memory.started.add(self.phase.recipe)
         server_key = folded(folded(key, START), SERVER)
         server = init_server(algorithm, server_key)
         broadcast = jax.device_get(broadcast_of(algorithm, server_key, server))
@@ -233,10 +235,9 @@ class RemotePhase:
             received = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key, s), 0), server)
             return shapes_of(algorithm.init_silo, key, received, data)
 
-        found = fresh(algorithm, server)
-        if self.phase.role != "check" or self.memory.rounds is None or jax.tree.leaves(found):
-            return found
         rounds = self.memory.rounds
+        if self.phase.role != "check" or rounds is None or self.phase.recipe in self.memory.started:
+            return fresh(algorithm, server)
         return fresh(rounds, shapes_of(rounds.init, key))
 
     def entered(self, silos: tuple, stack: Stack) -> None:
