@@ -41,6 +41,7 @@ from numpyro_fed.remote.transport import Failure
 Request = tuple[str, dict[str, Any], bytes]
 
 
+FINAL = ("refused", "mismatch")  # kinds of failure that asking again does not mend
 TIDY = 8  # rounds after which silos let go of states that nobody will ask for
 
 
@@ -261,7 +262,7 @@ class RemotePhase:
             body, _ = bodies[names[j]]
             reply = said[names[j]]
             if isinstance(reply, Failure):
-                found[j] = Answer([], None, None, reply.told)
+                found[j] = Answer([], None, None, reply.told, reply.kind in FINAL)
                 continue
             after: Any = ()
             if before:
@@ -311,11 +312,10 @@ class RemotePhase:
             said = self.engine.told("work", left)
             failed = {name: why for name, why in said.items() if isinstance(why, Failure)}
             left = {name: bodies[name] for name in failed}
-            if not left:
+            if not left or any(why.kind in FINAL for why in failed.values()):
                 break
-        for name in stack.names:
-            if name in left:
-                raise Gone(name, failed[name].told, server, (), {}, 0)
+        for name in sorted(left, key=lambda name: failed[name].kind not in FINAL):
+            raise Gone(name, failed[name].told, server, (), {}, 0, refuses=failed[name].kind in FINAL)
         made = {name: name_of(*request) for name, request in bodies.items()}
         self.memory.last[(*self.phase.recipe, next(iter(bodies.values()))[0]["do"])] = made
         return tuple(Elsewhere(np.stack([as_row(made[name]) for name in bucket.names])) for bucket in stack.buckets)
