@@ -9,7 +9,8 @@ Law: equals :class:`~numpyro_fed.engines.Vmap` up to float rounding, whatever th
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ from numpyro_fed.algorithm import FederatedAlgorithm
 from numpyro_fed.checks import check_count
 from numpyro_fed.data.padding import padded_data
 from numpyro_fed.data.silos import at_silo
-from numpyro_fed.data.stack import Bucket, Stack
+from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines.places import places_of
 from numpyro_fed.engines.vmap import Held, Vmap
 
@@ -66,6 +67,11 @@ class Sharded(Vmap):
     def across(self) -> "Across":
         return Across(self.devices)
 
+    @property
+    def processes(self) -> int:
+        """That share the devices."""
+        return len({device.process_index for device in self.devices})
+
     def held(self, stack: Stack) -> Held:
         """Placed on the devices when a run first asks, and not again."""
         known = _placed.setdefault(stack, {})
@@ -74,9 +80,10 @@ class Sharded(Vmap):
         return known[self.across]
 
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
-        server, silos = super().start(algorithm, key, stack)
-        number = [len(bucket.names) for bucket in stack.buckets]
-        return at_home(server), tuple(at_home(state, n) for state, n in zip(silos, number, strict=True))
+        with _in_turn:
+            server, silos = super().start(algorithm, key, stack)
+            number = [len(bucket.names) for bucket in stack.buckets]
+            return at_home(server), tuple(at_home(state, n) for state, n in zip(silos, number, strict=True))
 
     def rounds(
         self,
@@ -90,9 +97,10 @@ class Sharded(Vmap):
         count: int,
         effort: str = "most",
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
-        server, silos = self.across.everywhere(server), self._entered(stack, silos)
-        server, silos, info = super().rounds(algorithm, key, stack, server, silos, first, cohorts, count, effort)
-        return at_home(server), self._left(stack, silos), info
+        with _in_turn:
+            server, silos = self.across.everywhere(server), self.across.along(silos)
+            server, silos, info = super().rounds(algorithm, key, stack, server, silos, first, cohorts, count, effort)
+            return at_home(server), self._left(stack, jax.block_until_ready(silos)), info
 
     def compile_ahead(
         self,
@@ -105,15 +113,17 @@ class Sharded(Vmap):
         effort: str,
     ) -> None:
         """Begin to compile rounds from states of such shapes."""
-        shape = lambda leaf, rows, where: jax.ShapeDtypeStruct(
-            (*rows, *leaf.shape[len(rows) :]), leaf.dtype, sharding=where
-        )
-        server = jax.tree.map(lambda leaf: shape(leaf, (), self.across.same), server)
-        filled = [
-            jax.tree.map(lambda leaf, n=self._filled(bucket): shape(leaf, (n,), self.across.apart), state)
-            for bucket, state in zip(stack.buckets, silos, strict=True)
-        ]
-        super().compile_ahead(algorithm, key, stack, server, tuple(filled), cohorts, effort)
+        across, multiple = self.across, len(self.devices)
+
+        def same(leaf: Any) -> Any:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=across.same)
+
+        def apart(leaf: Any) -> Any:
+            shape = (filled(leaf.shape[0], multiple), *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=across.apart)
+
+        server, silos = jax.tree.map(same, server), jax.tree.map(apart, silos)
+        super().compile_ahead(algorithm, key, stack, server, silos, cohorts, effort)
 
     def in_silos(self, function: Callable[..., Any], given: Any, stack: Stack, *states: tuple | None) -> tuple:
         return super().in_silos(function, given, stack, *(None if one is None else at_home(one) for one in states))
@@ -122,26 +132,13 @@ class Sharded(Vmap):
         """Silos' states as a fit keeps them, and any engine takes them."""
         return at_home(states)
 
-    def _filled(self, bucket: Bucket) -> int:
-        """Silos of a bucket, and copies."""
-        return -(-len(bucket.names) // len(self.devices)) * len(self.devices)
-
-    def _entered(self, stack: Stack, silos: tuple) -> tuple:
-        """States on the devices, with those of copies; what is there already stays."""
-        place = self.across.placed
-        return tuple(
-            jax.tree.map(lambda leaf, n=self._filled(bucket): place(leaf, n), state)
-            for bucket, state in zip(stack.buckets, silos, strict=True)
-        )
-
     def _left(self, stack: Stack, silos: tuple) -> tuple:
         """States without those of copies. A bucket without copies stays where it is, if this process has all of it."""
         out = []
         for bucket, state in zip(stack.buckets, silos, strict=True):
             number = len(bucket.names)
-            if number < self._filled(bucket) or not self.across.same.is_fully_addressable:
-                state = at_home(state, number)
-            out.append(state)
+            stays = number == filled(number, len(self.devices)) and self.across.same.is_fully_addressable
+            out.append(state if stays else at_home(state, number))
         return tuple(out)
 
 
@@ -178,41 +175,47 @@ class Across:
         """The same on all devices."""
         return jax.tree.map(lambda leaf: _put(leaf, self.same), tree)
 
-    def placed(self, leaf: Any, rows: int) -> Any:
-        """A bucket's leaf along the devices, filled up to ``rows`` silos by copies of the last."""
-        fill = lambda host: host[np.minimum(np.arange(rows), len(host) - 1)] if len(host) < rows else host
-        return _put(leaf, self.apart, fill)
+    def along(self, states: tuple) -> tuple:
+        """Buckets' states along the devices, those of copies too; what is there already stays."""
+        fill = lambda host: np.pad(host, [(0, -len(host) % len(self.devices))] + [(0, 0)] * (host.ndim - 1), "edge")
+        return jax.tree.map(lambda leaf: _put(leaf, self.apart, fill), states)
 
     def held(self, stack: Stack) -> Held:
         """Places and data; of the data only what the devices of this process hold is read."""
         places = places_of(stack.names, tuple(bucket.names for bucket in stack.buckets), len(self.devices))
-        arrays = [
-            self._stacked(stack, bucket, [stack.names[j] for j in filled])
-            for bucket, filled in zip(stack.buckets, places.of_bucket, strict=True)
-        ]
+        arrays = [self._stacked(stack, b, [stack.names[j] for j in place]) for b, place in enumerate(places.of_bucket)]
         return Held(places, tuple(arrays), self.everywhere(stack.shared))
 
-    def _stacked(self, stack: Stack, bucket: Bucket, names: list[str]) -> tuple[tuple, dict[str, Any]]:
+    def _stacked(self, stack: Stack, b: int, names: list[str]) -> tuple[tuple, dict[str, Any]]:
         found: dict[str, Any] = {}
 
         def own(name: str) -> Any:
             if name not in found:
                 with at_silo(name):
-                    data = padded_data(stack.silos, name, stack.spec, stack.axes, bucket.lengths)
+                    data = padded_data(stack.silos, name, stack.spec, stack.axes, stack.buckets[b].lengths)
                 found[name] = data.args, data.mask
             return found[name]
 
-        here = self.apart.addressable_devices_indices_map((len(names),)).values()
-        example = own(names[next(iter(here))[0].indices(len(names))[0]])
-
-        def along(position: int, leaf: np.ndarray) -> jax.Array:
+        def leaf(position: int, like: Any) -> jax.Array:
             part = lambda index: np.stack([jax.tree.leaves(own(name))[position] for name in names[index[0]]])
-            return jax.make_array_from_callback((len(names), *leaf.shape), self.apart, part)
+            return jax.make_array_from_callback((len(names), *like.shape), self.apart, part, dtype=like.dtype)
 
-        leaves, structure = jax.tree.flatten(example)
-        return jax.tree.unflatten(structure, [along(i, leaf) for i, leaf in enumerate(leaves)])
+        shapes = stack.shapes(b)
+        leaves, structure = jax.tree.flatten((shapes.args, shapes.mask))
+        return jax.tree.unflatten(structure, [leaf(i, like) for i, like in enumerate(leaves)])
 
 
+def filled(number: int, multiple: int) -> int:
+    """Silos of a bucket, and copies.
+
+    >>> filled(65, 2), filled(64, 2)
+    (66, 64)
+    """
+    return number + -number % multiple
+
+
+# Devices that wait for each other must all have the same program next: runs in several threads take turns.
+_in_turn = Lock()
 _placed: "WeakKeyDictionary[Stack, dict[Across, Held]]" = WeakKeyDictionary()  # for as long as a stack lives
 
 
@@ -220,8 +223,9 @@ def at_home(tree: Any, rows: int | None = None) -> Any:
     """Arrays on JAX's default device that were on several, or the first ``rows`` of each."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     beyond = [leaf for leaf in arrays if not (leaf.is_fully_addressable or leaf.is_fully_replicated)]
-    if beyond:
-        tree = jax.jit(lambda tree: tree, out_shardings=NamedSharding(beyond[0].sharding.mesh, PartitionSpec()))(tree)
+    if beyond:  # on other processes' devices
+        where: Any = beyond[0].sharding
+        tree = _on_all(where.mesh)(tree)
 
     def home(own: Any) -> Any:
         host = np.asarray(own)
@@ -229,6 +233,11 @@ def at_home(tree: Any, rows: int | None = None) -> Any:
 
     with jax.enable_x64(True):
         return jax.tree.map(lambda leaf: _by_words(home, leaf), tree)
+
+
+@lru_cache(maxsize=8)
+def _on_all(mesh: Mesh) -> Callable[[Any], Any]:
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _put(leaf: Any, where: NamedSharding, fill: Callable[[np.ndarray], np.ndarray] = lambda host: host) -> Any:
