@@ -19,6 +19,7 @@ from typing import Any
 # numpyro_fed.remote.flare first: where nvflare is missing, its error says what to install
 from numpyro_fed.checks import warn_user
 from numpyro_fed.remote.flare import FIT, OUTCOME, FlareServer, FlareSilo
+from numpyro_fed.remote.flare_kits import CLASSES
 
 from nvflare.apis.job_def import RunStatus
 from nvflare.collab import CollabRecipe
@@ -27,13 +28,6 @@ from nvflare.fuel.flare_api.flare_api import new_secure_session
 from nvflare.recipe import SimEnv
 # isort: on
 
-# All that a site must allow (class_allow_list in local/resources.json): two classes of FLARE's and two of this package.
-CLASSES = (
-    "nvflare.collab.runtime.controller.CollabController",
-    "nvflare.collab.runtime.executor.CollabExecutor",
-    "numpyro_fed.remote.flare.FlareServer",
-    "numpyro_fed.remote.flare.FlareSilo",
-)
 SYNC = 300.0  # seconds for a silo's worker to start and to say that it is there
 POLL = 1.0  # seconds between two looks at a job
 
@@ -134,7 +128,7 @@ def run(
     out: str | Path,
     *,
     wait: float = 300.0,
-    patience: int = 3,
+    patience: int = 5,
     told: Callable[[str], Any] = print,
 ) -> Path:
     """Submit a job, watch it, and submit it again from the checkpoint when it was ended on the way.
@@ -145,7 +139,7 @@ def run(
         username: as in that kit.
         out: where the fit is written.
         wait: seconds to wait for silos that are not connected, and for a server that does not answer.
-        patience: so many jobs one after the other may end without a step forward.
+        patience: so many jobs one after the other may end without a step forward; the pauses between them grow.
         told: called with a line whenever something happens.
 
     Returns:
@@ -173,12 +167,14 @@ def run(
         if "failed" in outcome:
             raise RuntimeError(f"the run {job.run!r} failed at the server: {outcome['failed']}")
         began.append(outcome.get("began", ""))
-        if len(began) > patience and len(set(began[-patience - 1 :])) == 1:
-            raise RuntimeError(
-                f"{patience + 1} jobs of the run {job.run!r} ended ({status}) without a step forward: see the logs of the "
-                f"server and the silos, job {identity}"
-            )
+        idle = sum(1 for at in began if at == began[-1])  # jobs from the same point on
         told(f"job {identity} ended ({status}): the next one goes on from the checkpoint")
+        if idle > patience:
+            raise RuntimeError(
+                f"{idle} jobs of the run {job.run!r} ended without a step forward, the last ({identity}) as {status}: see "
+                "the logs of the server and of the silos"
+            )
+        time.sleep(min(60.0, 2.5 * 2**idle) if idle > 1 else 0.0)
 
 
 def _session(kit: str | Path, username: str, wait: float) -> AbstractContextManager[Any]:

@@ -12,34 +12,57 @@ from nvflare.collab import collab
 
 from numpyro_fed.files import replace_file
 from numpyro_fed.remote.flare import CHECKPOINT, FIT, FlareServer, FlareSilo, FlareTransport
-from numpyro_fed.remote.flare_jobs import CLASSES, Job
+from numpyro_fed.remote.flare_jobs import Job
+from numpyro_fed.remote.flare_kits import CLASSES
 
 STAND_INS = (*CLASSES, "flare_standin.Server", "flare_standin.Silo")
 ROUNDS = 40
 
 
 class Site:
-    """Chains what it is asked: a reply depends on all requests before, so that one lost or done twice would show.
+    """Chains what it is asked: a reply depends on all requests of the run, so that one lost or done twice would show.
 
     Its state lies on disk, as a silo's does: a request that is asked again gets the same reply.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path.with_name("state.json")
-        self.secret = path.with_name("data.csv").read_text()
-        if "broken" in self.secret:
-            raise ValueError(f"could not convert {self.secret!r} to float")
+        self.folder = path.parent
+        data = path.with_name("data.csv").read_text()
+        if "broken" in data:
+            raise ValueError(f"could not convert {data!r} to float")
 
     def handle(self, request: bytes) -> bytes:
-        state = json.loads(self.path.read_text()) if self.path.exists() else {"last": "", "chain": ""}
-        asked = hashlib.sha256(request).hexdigest()
-        if asked != state["last"]:
-            chain = hashlib.sha256((state["chain"] + asked).encode()).hexdigest()
-            state = {"last": asked, "chain": chain}
-            replace_file(self.path, json.dumps(state).encode())
-        if request.startswith(b"slow"):
-            time.sleep(2.0)
-        return (state["chain"].encode() * (1 + len(request) // 64))[: max(64, len(request))]
+        path = self.folder / f"{request.split()[0].decode()}.json"
+        before = json.loads(path.read_text()) if path.exists() else ["", ""]
+        after = chained(before, request)
+        if after != before:
+            replace_file(path, json.dumps(after).encode())
+        return reply(after, request)
+
+
+def chained(state: list[str], request: bytes) -> list[str]:
+    """The request last asked, and the digest of all."""
+    asked = hashlib.sha256(request).hexdigest()
+    return state if asked == state[0] else [asked, hashlib.sha256((state[1] + asked).encode()).hexdigest()]
+
+
+def reply(state: list[str], request: bytes) -> bytes:
+    return (state[1].encode() * (1 + len(request) // 64))[: max(64, len(request))]
+
+
+def request(run: str, name: str, state: dict, size: int) -> bytes:
+    return (f"{run} {name} {state['round']} {state['chain']} ".encode() * size)[:size]
+
+
+def undisturbed(run: str, silos: tuple[str, ...], size: int = 128) -> str:
+    """How the run ends when nothing happens on the way."""
+    sites, state = {name: ["", ""] for name in silos}, {"round": 0, "chain": ""}
+    while state["round"] < ROUNDS:
+        asked = {name: request(run, name, state, size) for name in silos}
+        sites = {name: chained(sites[name], asked[name]) for name in silos}
+        told = b"".join(reply(sites[name], asked[name]) for name in silos)
+        state = {"round": state["round"] + 1, "chain": hashlib.sha256(told).hexdigest()}
+    return state["chain"]
 
 
 class Silo(FlareSilo):
@@ -54,34 +77,35 @@ class Silo(FlareSilo):
 
 
 class Server(FlareServer):
-    """Rounds of as many bytes as ``num_rounds`` says; each reply goes into the next request."""
+    """Rounds in which each reply goes into the next request; ``num_rounds`` is the number of bytes."""
 
     def infer(self, folder: Path, transport: FlareTransport) -> None:
-        path = folder / CHECKPOINT
-        state = json.loads(path.read_text()) if path.exists() else {"round": 0, "chain": "", "gossip": "", "seconds": []}
+        path, silos, size = folder / CHECKPOINT, list(self.silos), self.num_rounds or 128
+        state = json.loads(path.read_text()) if path.exists() else {"round": 0, "chain": "", "seconds": []}
+        state |= dict(began=time.time(), gossip="", lost=[])
         if self.method == "gossip":
-            state["gossip"] = collab.get_clients([self.silos[0]])[0].gossip(self.silos[1])
-        if self.method == "broken":
-            told = transport.ask({name: b"hello" for name in self.silos}, self.timeout)
-            raise RuntimeError("; ".join(f"{name}: {reply}" for name, reply in told.items()))
-        size, state["began"] = max(64, self.num_rounds), time.time()
+            state["gossip"] = collab.get_clients([silos[0]])[0].gossip(silos[1])
         while state["round"] < ROUNDS:
-            begun = time.perf_counter()
-            asked = {
-                name: (f"{name} {state['round']} {state['chain']}".encode() * size)[:size] for name in self.silos
-            }
-            replies = transport.ask(asked, self.timeout)
+            begun, used = time.perf_counter(), sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+            replies = transport.ask({name: request(self.run, name, state, size) for name in silos}, self.timeout)
             state["seconds"].append(time.perf_counter() - begun)
+            state["cpu"] = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - used
             failed = {name: reply for name, reply in replies.items() if not isinstance(reply, bytes)}
+            silos = [name for name in silos if name not in failed]
+            state["lost"] += [f"{name}: {reply.kind}, {reply.told}" for name, reply in failed.items()]
+            if failed and len(silos) < (self.quorum or len(self.silos)):
+                raise RuntimeError(", ".join(state["lost"]))
             if failed:
-                raise RuntimeError(str(failed))
-            state["chain"] = hashlib.sha256(b"".join(replies[name] for name in self.silos)).hexdigest()
+                continue  # the others are asked again: they answer as before
+            state["chain"] = hashlib.sha256(b"".join(replies[name] for name in silos)).hexdigest()
             state["round"] += 1
-            state["cpu"] = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
             replace_file(path, json.dumps(state).encode())
-            if self.method == "slow":
-                time.sleep(0.25)
+            time.sleep(0.25 if self.method == "slow" else 0.0)
         (folder / FIT).write_text(json.dumps(state))
+
+
+class Unlisted(Server):
+    """No site allows it."""
 
 
 @dataclass(frozen=True)
@@ -91,3 +115,9 @@ class StandIn(Job):
 
     def silo(self) -> Silo:
         return Silo()
+
+
+@dataclass(frozen=True)
+class NotAllowed(StandIn):
+    def server(self) -> Unlisted:
+        return Unlisted(**{**self.__dict__, "silos": list(self.silos)})

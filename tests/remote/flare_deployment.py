@@ -1,0 +1,129 @@
+"""A FLARE deployment on this machine: certificates, a server and three silos in processes of their own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from numpyro_fed.remote.flare_kits import CLASSES, harden
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MARK = "NUMPYRO_FED_TEST_DEPLOYMENT"
+
+PROJECT = """
+api_version: 3
+name: trial
+description: a trial on one machine
+participants:
+  - {{name: localhost, type: server, org: coordinator, fed_learn_port: {port}}}
+{clients}
+  - {{name: lead@example.org, type: admin, org: coordinator, role: lead}}
+builders:
+  - path: nvflare.lighter.impl.workspace.WorkspaceBuilder
+    args: {{template_file: [master_template.yml]}}
+  - path: nvflare.lighter.impl.static_file.StaticFileBuilder
+    args: {{config_folder: config, scheme: {scheme}}}
+  - path: nvflare.lighter.impl.cert.CertBuilder
+  - path: nvflare.lighter.impl.signature.SignatureBuilder
+"""
+
+
+class Deployment:
+    """Started on entering; whatever happens, no process is left on leaving.
+
+    Args:
+        folder: where all of it lies; ``folder/silos/<name>/site.toml`` is there already.
+        silos: their names.
+        classes: what sites allow.
+        path: for PYTHONPATH, beside the package.
+    """
+
+    user = "lead@example.org"
+
+    def __init__(
+        self,
+        folder: Path,
+        silos: Sequence[str],
+        classes: Sequence[str] = CLASSES,
+        path: Sequence[Path] = (HERE,),
+        scheme: str = "http",
+    ) -> None:
+        self.folder, self.silos, self.mark = folder, tuple(silos), uuid.uuid4().hex
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        clients = "\n".join(f"  - {{name: {name}, type: client, org: {name}}}" for name in silos)
+        (folder / "project.yml").write_text(PROJECT.format(port=port, clients=clients, scheme=scheme))
+        made = ["provision", "-p", str(folder / "project.yml"), "-w", str(folder / "kits")]
+        tool = [sys.executable, "-c", "from nvflare.cli import main; main()"]
+        subprocess.run([*tool, *made], check=True, capture_output=True, timeout=60)
+        self.kits = folder / "kits" / "trial" / "prod_00"
+        self.lead = self.kits / self.user
+        for name in ("localhost", *silos):
+            harden(self.kits / name, classes)
+        python = os.pathsep.join(filter(None, [*map(str, (ROOT, *path)), os.environ.get("PYTHONPATH")]))
+        # the scripts of a kit call python3
+        tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+        self.environment = os.environ | {"PYTHONPATH": python, "PATH": tools, MARK: self.mark}
+
+    def __enter__(self) -> "Deployment":
+        try:
+            self.start("localhost", NUMPYRO_FED_SERVER=str(self.folder / "server"))
+            for name in self.silos:
+                self.start(name)
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def start(self, name: str, **variables: str) -> int:
+        """The pid of a server or silo, started as one process."""
+        own = variables or {"NUMPYRO_FED_SITE": str(self.folder / "silos" / name / "site.toml")}
+        with open(self.folder / f"{name}.out", "ab") as out:
+            return subprocess.Popen(
+                ["bash", str(self.kits / name / "startup" / "sub_start.sh"), "--once"],
+                env=self.environment | own,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            ).pid
+
+    def processes(self, word: str = "") -> list[int]:
+        """Processes of this deployment, workers in sessions of their own included, whose command has a word."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() in (path / "environ").read_bytes():
+                    if word.encode() in (path / "cmdline").read_bytes():
+                        found.append(int(path.name))
+            except OSError:  # it has just ended, or is another user's
+                continue
+        return sorted(found)
+
+    def worker(self, name: str) -> int | None:
+        """The process that runs a silo's part of the job."""
+        there = self.processes(str(self.kits / name) + "\0")
+        jobs = set(self.processes("worker_process")) | set(self.processes("runner_process"))
+        return next((pid for pid in there if pid in jobs), None)
+
+    def end(self) -> None:
+        for _ in range(50):
+            left = self.processes()
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            if not left:
+                return
+            time.sleep(0.1)

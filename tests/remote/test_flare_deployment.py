@@ -1,0 +1,158 @@
+"""FLARE as it is deployed: certificates, mTLS, a server and three silos in processes of their own; no code travels.
+
+One deployment serves all tests, in the order in which they stand. It ends after the last, whatever happened.
+"""
+
+import io
+import json
+import os
+import signal
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("nvflare", reason="needs the extra flare: make test-flare")
+
+from flare_deployment import Deployment
+from flare_standin import ROUNDS, STAND_INS, NotAllowed, StandIn, undisturbed
+from nvflare.collab import CollabRecipe
+from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+from numpyro_fed.remote.flare import CHECKPOINT
+from numpyro_fed.remote.flare_jobs import run
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flare")]
+
+SILOS = ("leeds", "york", "hull")
+CANARY = "58131-canary"
+LONGEST = 900.0  # seconds for all of this file: then everything is ended, and what still runs fails
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("flare")
+    for name in SILOS:
+        (folder / "silos" / name).mkdir(parents=True)
+        (folder / "silos" / name / "site.toml").touch()
+        (folder / "silos" / name / "data.csv").write_text(f"{CANARY} {name}")
+    deployment = Deployment(folder, SILOS, STAND_INS)
+    watchdog = threading.Timer(LONGEST, deployment.end)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        with deployment:
+            yield deployment
+    finally:
+        watchdog.cancel()
+    assert deployment.processes() == []
+
+
+def fit(deployed: Deployment, job: StandIn, told: list[str] | None = None, **options: float) -> dict:
+    said = [] if told is None else told
+    out = deployed.folder / f"{job.run}.json"
+    return json.loads(run(job, deployed.lead, deployed.user, out, told=said.append, **options).read_text())
+
+
+def reached(deployed: Deployment, name: str) -> int:
+    """The round in which a run is."""
+    path = deployed.folder / "server" / "runs" / name / CHECKPOINT
+    return json.loads(path.read_text())["round"] if path.exists() else 0
+
+
+def test_a_killed_worker_changes_nothing(deployed: Deployment) -> None:
+    """kill -9 of a silo's worker, then of the server's: the run goes on by itself and ends where it would have ended."""
+    told: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        going = pool.submit(fit, deployed, StandIn("none", "slow", "killed", SILOS), told)
+        for at, who in ((7, "york"), (22, "localhost")):
+            while not going.done() and (reached(deployed, "killed") < at or deployed.worker(who) is None):
+                time.sleep(0.05)
+            assert not going.done(), going.exception()
+            os.kill(deployed.worker(who), signal.SIGKILL)
+            while not going.done() and deployed.worker(who) is not None:
+                time.sleep(0.05)
+        found = going.result()
+    assert (found["round"], found["chain"]) == (ROUNDS, undisturbed("killed", SILOS))
+    assert sum("goes on from the checkpoint" in line for line in told) == 2, told
+
+
+def test_silos_do_not_answer_each_other(deployed: Deployment) -> None:
+    found = fit(deployed, StandIn("none", "gossip", "gossip", SILOS))
+    assert found["gossip"] == repr("NotTheServer")
+    assert found["chain"] == undisturbed("gossip", SILOS)
+
+
+def test_a_job_with_code_is_refused(deployed: Deployment, tmp_path: Path) -> None:
+    """FLARE's own recipe, which ships the sources of the very classes that sites allow."""
+    job = StandIn("none", "fast", "code", SILOS)
+    CollabRecipe(job.run, server=job.server(), client=job.silo(), min_clients=3).export(str(tmp_path))
+    assert list(tmp_path.rglob("custom"))
+    session = new_secure_session(deployed.user, str(deployed.lead))
+    try:
+        with pytest.raises(Exception, match="(?i)byoc"):
+            session.submit_job(str(tmp_path / job.run))
+    finally:
+        session.close()
+    assert not (deployed.folder / "server" / "runs" / "code").exists()
+
+
+def test_a_class_that_is_not_listed_is_refused(deployed: Deployment) -> None:
+    with pytest.raises(RuntimeError, match="1 jobs of the run 'unlisted' ended without a step forward"):
+        fit(deployed, NotAllowed("none", "fast", "unlisted", SILOS), patience=0)
+    assert not (deployed.folder / "server" / "runs" / "unlisted").exists()
+    log = (deployed.folder / "localhost.out").read_text()
+    assert "flare_standin.Unlisted' at config path" in log and "is not in allow_list" in log
+
+
+def test_of_an_error_in_a_silo_the_kind_is_told(deployed: Deployment) -> None:
+    data = deployed.folder / "silos" / "york" / "data.csv"
+    good = data.read_text()
+    data.write_text(f"broken {CANARY}")
+    try:
+        with pytest.raises(RuntimeError, match="failed at the server: RuntimeError: york: error, ValueError$"):
+            fit(deployed, StandIn("none", "fast", "broken", SILOS))
+    finally:
+        data.write_text(good)
+    assert CANARY in (deployed.folder / "silos" / "york" / "site.log").read_text()
+
+
+def test_a_silo_that_is_gone(deployed: Deployment) -> None:
+    """Below the quorum nothing is begun; above it the others go on, and the run knows who is missing."""
+    for pid in deployed.processes(str(deployed.kits / "hull") + "\0"):
+        os.kill(pid, signal.SIGKILL)
+    session = new_secure_session(deployed.user, str(deployed.lead))
+    try:
+        end = time.monotonic() + 150  # GONE, and FLARE looks now and then
+        while "hull" in {client.name for client in session.get_connected_client_list()} and time.monotonic() < end:
+            time.sleep(2.0)
+    finally:
+        session.close()
+    with pytest.raises(RuntimeError, match="hull not connected for 2 s; 2 of 3 silos are there, 3 are needed"):
+        fit(deployed, StandIn("none", "fast", "gone", SILOS), wait=2.0)
+    found = fit(deployed, StandIn("none", "fast", "gone", SILOS, quorum=2), wait=2.0)
+    assert found["lost"] == ["hull: lost, it was not connected when the job began"]
+    assert found["round"] == ROUNDS
+
+
+def test_no_value_of_a_silo_is_elsewhere(deployed: Deployment) -> None:
+    """In no file of the server's, of the lead's or of FLARE's, archives of jobs opened; after all that went on above."""
+    looked = 0
+    for path in deployed.folder.rglob("*"):
+        if path.is_file() and (deployed.folder / "silos") not in path.parents:
+            looked += 1
+            assert CANARY.encode() not in unpacked(path.read_bytes()), path
+    assert looked > 50
+    silo = (deployed.folder / "silos" / "york").rglob("*")
+    assert any(CANARY.encode() in path.read_bytes() for path in silo if path.is_file()), "it can be found"
+
+
+def unpacked(data: bytes) -> bytes:
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        return data
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return b"".join(unpacked(archive.read(name)) for name in archive.namelist())
