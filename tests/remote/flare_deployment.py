@@ -40,7 +40,7 @@ class Deployment:
     Args:
         folder: where all of it lies; ``folder/silos/<name>/site.toml`` is there already.
         silos: their names.
-        classes: what sites allow.
+        classes: what silos allow. The server allows anything: silos do not rely on it.
         path: for PYTHONPATH, beside the package.
     """
 
@@ -55,6 +55,7 @@ class Deployment:
         scheme: str = "http",
     ) -> None:
         self.folder, self.silos, self.mark = folder, tuple(silos), uuid.uuid4().hex
+        self.started: list[subprocess.Popen] = []
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -65,7 +66,9 @@ class Deployment:
         subprocess.run([*tool, *made], check=True, capture_output=True, timeout=60)
         self.kits = folder / "kits" / "trial" / "prod_00"
         self.lead = self.kits / self.user
-        for name in ("localhost", *silos):
+        harden(self.kits / "localhost", ["*"])
+        (self.kits / "localhost" / "local" / "authorization.json").unlink()
+        for name in silos:
             harden(self.kits / name, classes)
         python = os.pathsep.join(filter(None, [*map(str, (ROOT, *path)), os.environ.get("PYTHONPATH")]))
         # the scripts of a kit call python3
@@ -85,18 +88,19 @@ class Deployment:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def start(self, name: str, **variables: str) -> int:
-        """The pid of a server or silo, started as one process."""
+    def start(self, name: str, **variables: str) -> None:
+        """A server or silo, as one process."""
         own = variables or {"NUMPYRO_FED_SITE": str(self.folder / "silos" / name / "site.toml")}
         with open(self.folder / f"{name}.out", "ab") as out:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 ["bash", str(self.kits / name / "startup" / "sub_start.sh"), "--once"],
                 env=self.environment | own,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-            ).pid
+            )
+        self.started.append(process)
 
     def processes(self, word: str = "") -> list[int]:
         """Processes of this deployment, workers in sessions of their own included, whose command has a word."""
@@ -125,5 +129,7 @@ class Deployment:
                 except ProcessLookupError:
                     pass
             if not left:
-                return
+                break
             time.sleep(0.1)
+        for process in self.started:
+            process.wait(timeout=10)

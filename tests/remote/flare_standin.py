@@ -104,8 +104,8 @@ class Server(FlareServer):
         (folder / FIT).write_text(json.dumps(state))
 
 
-class Unlisted(Server):
-    """No site allows it."""
+class Unlisted(Silo):
+    """No silo allows it."""
 
 
 @dataclass(frozen=True)
@@ -119,5 +119,5 @@ class StandIn(Job):
 
 @dataclass(frozen=True)
 class NotAllowed(StandIn):
-    def server(self) -> Unlisted:
-        return Unlisted(**{**self.__dict__, "silos": list(self.silos)})
+    def silo(self) -> Unlisted:
+        return Unlisted()
