@@ -187,9 +187,22 @@ class Phase(NamedTuple):
     # (server or silo state) -> the same with shorter steps, for rounds whose loss stopped being finite; None: no such.
     shorter: Callable[[PyTree], PyTree] | None = None
     watched: bool = True  # what is not finite is an error (of a check: is left out)
-    # (server state at the beginning) -> the algorithm for rounds that begin there. None: the one above.
-    suited: Callable[[PyTree], Any] | None = None
-    likely: Any = None  # the algorithm that it will most likely choose
+    variants: tuple[Any, ...] = ()  # other algorithms for the same rounds
+    # (server state at the beginning) -> the place among these of the one for rounds that begin there; None: that above
+    suited: Callable[[PyTree], int | None] | None = None
+    likely: int | None = None  # which of them it will most likely be
+    # How silos that are elsewhere make the same functions, from what they know: a kind, and words and numbers. Of the
+    # phases of a method's program, "program" and their place in it.
+    recipe: tuple[str | int, ...] = ()
+
+    def variant(self, place: int | None) -> "Phase":
+        """The same with another of its algorithms."""
+        return self if place is None else self._replace(algorithm=self.variants[place], recipe=(*self.recipe, place))
+
+    def shorten(self, given: PyTree, silo: PyTree) -> PyTree:
+        """A silo's state with shorter steps. In the silo."""
+        assert self.shorter is not None
+        return self.shorter(silo)
 
 
 @runtime_checkable

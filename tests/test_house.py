@@ -40,6 +40,7 @@ ROOMS = (
     "run",
     "methods",
     "judge",
+    "remote",
 )
 
 # Rooms whose classes nobody else asks for by name: a thing is asked what it can do.

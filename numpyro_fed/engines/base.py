@@ -74,9 +74,36 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class TellsSilos(Engine, Protocol):
+    """An engine whose silos are elsewhere: they are told which run this is, what it is made of, and how it ended."""
+
+    run: str  # what it is called there
+
+    def bound(self, method: Any, silos: Any, run: str) -> "TellsSilos":
+        """The engine of one run; ``run``: that which it goes on with, or ""."""
+        ...
+
+    def agree(self, survey: Any, plan: Any, program: Any) -> None:
+        """What all silos said, and how long the run will be."""
+        ...
+
+    def finished(self, fit: Any) -> None:
+        """The fit, for what is made of it where the data are."""
+        ...
+
+
 def sent_to(broadcast: Broadcast, j: Any) -> Broadcast:
     """What silo j receives: the common part and its own slice."""
     return Broadcast(broadcast.common, jax.tree.map(lambda leaf: leaf[j], broadcast.each))
+
+
+def one_state(engine: Any, algorithm: FederatedAlgorithm, server: PyTree, states: tuple, data: SiloData) -> PyTree:
+    """What a silo's state looks like between rounds; an engine whose states are elsewhere knows it by itself."""
+    known = getattr(engine, "one_state", None)
+    if known is not None:
+        return known(algorithm, server, data)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), states[0])
 
 
 class Sent(NamedTuple):

@@ -10,8 +10,9 @@ MOST_AT_ONCE = 1000  # silos of a store that may take part in one round without 
 
 
 def default_engine(silos: Any) -> Engine:
-    """All silos in one program, or each cohort read from a store."""
-    return Streamed() if silos.lazy else Vmap()
+    """All silos in one program, or each cohort read from a store, or silos elsewhere asked by their own engine."""
+    own = getattr(silos, "engine", None)
+    return own or (Streamed() if silos.lazy else Vmap())
 
 
 def check_engine(engine: Any, method: str, stateless: bool, silos: Any, everyone: bool, stale: bool) -> Engine:
@@ -21,6 +22,8 @@ def check_engine(engine: Any, method: str, stateless: bool, silos: Any, everyone
         got = repr(engine) if isinstance(engine, str) else f"{kind} {_name(engine)}"
         raise TypeError(f"engine must be an engine, got {got}: pass engine=nf.engines.{_meant(engine)}()")
     name = f"nf.engines.{type(engine).__name__}"
+    if hasattr(silos, "engine") and not hasattr(engine, "bound"):
+        raise TypeError(f"these silos are elsewhere, and {name} needs their data here: leave engine= out")
     if not silos.lazy:
         if engine.reads_store:
             raise TypeError(f"{name} reads from an nf.SiloStore, got nf.Silos: leave engine= out")

@@ -18,8 +18,9 @@ from numpyro_fed.data.silos import at_silo
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines.base import sent_to
 from numpyro_fed.engines.faults import Faults
+from numpyro_fed.engines.listening import Listening
 from numpyro_fed.engines.lossy import Lossy
-from numpyro_fed.engines.steps import broadcast_of, from_bytes, silo_step
+from numpyro_fed.engines.steps import broadcast_of, from_bytes, init_server, silo_step
 from numpyro_fed.engines.wire import encode
 from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 from numpyro_fed.precision import engine_in_x64, stacked
@@ -44,13 +45,14 @@ class Loopback:
         """What runs the rounds of this phase."""
         if self.faults is None:
             return self
-        return Lossy(self.faults, "survey" if phase.name == "survey" else phase.role, phase.watched)
+        ask = Lossy(self.faults, "survey" if phase.name == "survey" else phase.role)
+        return Listening(self, ask, phase.watched, self.faults.patience)
 
     @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
         key = jax.random.fold_in(key, START)
         server_key = jax.random.fold_in(key, SERVER)
-        server = _init(algorithm, server_key)
+        server = init_server(algorithm, server_key)
         broadcast = broadcast_of(algorithm, server_key, server)
         states, number = [], {name: j for j, name in enumerate(stack.names)}
         for bucket in stack.buckets:
@@ -126,11 +128,6 @@ class Loopback:
 def _through_wire(tree: Any) -> tuple[Any, int]:
     encoded = encode(tree)
     return from_bytes(encoded, tree), len(encoded)
-
-
-@partial(jax.jit, static_argnums=0)
-def _init(algorithm: FederatedAlgorithm, key: Any) -> Any:
-    return algorithm.init(key)
 
 
 @partial(jax.jit, static_argnums=0)

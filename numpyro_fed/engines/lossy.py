@@ -1,259 +1,40 @@
-"""The plain engine where replies go wrong: the server's side of a network that cannot be relied on."""
+"""The plain engine where replies go wrong: silos in a loop, and a network that cannot be relied on."""
 
 import zlib
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, ClassVar
+from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.algorithm import Cohort, FederatedAlgorithm
 from numpyro_fed.data.silos import at_silo
-from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
-from numpyro_fed.engines.base import sent_to
 from numpyro_fed.engines.faults import Faults
-from numpyro_fed.engines.hearing import Gone, Hearing, inner
-from numpyro_fed.engines.inbox import Reply, not_finite, opened
-from numpyro_fed.engines.steps import broadcast_of, from_bytes, silo_step
-from numpyro_fed.keys import SERVER, fold_in_name, identity
-from numpyro_fed.precision import engine_in_x64, stacked
-
-
-@dataclass
-class Log:
-    """Of one round: who was asked how often, who was heard, and what was refused."""
-
-    names: Any
-    up: int = 0
-    down: int = 0
-    asked: dict[str, int] = field(default_factory=dict)  # times
-    heard: set[str] = field(default_factory=set)
-    sizes: dict[str, int] = field(default_factory=dict)  # bytes of their messages
-    refused: list[tuple[str, str, int]] = field(default_factory=list)  # whose, why, bytes
-
-    def why(self, silo: str) -> str:
-        """The last reason against a silo's replies."""
-        return next((why for name, why, _ in reversed(self.refused) if name == silo), "it did not reply")
-
-    def refuse(self, silo: str, why: str) -> None:
-        """A message that had been let in."""
-        self.heard.discard(silo)
-        self.refused.append((silo, why, self.sizes[silo]))
-
-    def told(self) -> dict[str, Any]:
-        """As columns of the history; what begins with _ is for the books alone."""
-        lost = {name: self.why(name) for name in self.asked if name not in self.heard}
-        for name, why, _ in self.refused:
-            lost.setdefault(name, why)
-        return {
-            "bytes_up": self.up,
-            "bytes_down": self.down,
-            "took_part": np.array([name in self.heard for name in self.names]),
-            "refused": np.array([lost.get(name, "") for name in self.names], dtype=str),
-            "_asked": np.array([self.asked.get(name, 0) for name in self.names]),
-            "_refused_bytes": np.array([sum(n for who, _, n in self.refused if who == name) for name in self.names]),
-        }
+from numpyro_fed.engines.inbox import Reply, not_finite
+from numpyro_fed.engines.listening import Answer, Question
+from numpyro_fed.engines.steps import from_bytes, silo_step
+from numpyro_fed.keys import fold_in_name, identity
 
 
 @dataclass(frozen=True)
 class Lossy:
-    """The rounds of one phase in which faults happen; :class:`~numpyro_fed.engines.Loopback` is all the rest.
-
-    The method's own rounds go on without a message that cannot be used. Before the first of them and after the last
-    everyone is needed, and so is everyone's first message where contributions are held: there the server asks again.
-    """
+    """How the silos of :class:`~numpyro_fed.engines.Loopback` are asked where faults happen."""
 
     faults: Faults
     role: str
-    watched: bool
-    chunk: ClassVar[int] = 16
 
-    @engine_in_x64
-    def listening(self, algorithm: FederatedAlgorithm, server: Any, silos: tuple, stack: Stack) -> Hearing:
-        """The server's state with nobody heard yet, and room for what is held."""
-        num, key = len(stack.names), jax.random.key(0)
-        silo = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), silos[0])
+    def __call__(self, question: Question) -> dict[int, Answer]:
+        return {j: self._one(question, j, sent) for j, sent in question.sent.items()}
 
-        def one_round(server: Any, silo: Any, data: Any) -> tuple[Any, Any]:
-            received = sent_to(algorithm.broadcast(key, server), 0)
-            message = jax.tree.map(lambda leaf: leaf[None], algorithm.silo_step(key, received, silo, data)[0])
-            held = _absorbed(algorithm, key, server, message) if algorithm.lost.hold else ()
-            together = held if algorithm.lost.hold else message
-            return held, _stepped(algorithm, key, server, together, jnp.zeros(1, jnp.int32), num)[1]
-
-        held, info = jax.eval_shape(one_round, server, silo, stack.shapes(0))
-        last = jax.tree.map(lambda leaf: jnp.zeros((num, *leaf.shape[1:]), leaf.dtype), held)
-        row = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), info)
-        return Hearing(server, np.zeros(num, bool), np.zeros(num, np.int32), last, row)
-
-    @engine_in_x64
-    def rounds(
-        self,
-        algorithm: FederatedAlgorithm,
-        key: Any,
-        stack: Stack,
-        server: Any,
-        silos: tuple,
-        first: int,
-        cohorts: Any,
-        count: int,
-        effort: str = "most",
-    ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
-        rows: list[dict[str, Any]] = []
-        for i in range(count):
-            server = _still_valid(algorithm, server)
-            round_key = jax.random.fold_in(key, first + i)
-            server_key = jax.random.fold_in(round_key, SERVER)
-            broadcast = broadcast_of(algorithm, server_key, inner(server))
-            cohort = np.arange(len(stack.names)) if cohorts is None else np.asarray(cohorts[i])
-            log, moved, messages = Log(stack.names), silos, {}
-            for j in cohort.tolist():
-                message, moved = self._asked(algorithm, round_key, stack, broadcast, moved, j, first + i, server, log)
-                if message is not None:
-                    messages[j] = message
-                elif self._waits(algorithm, server, j):
-                    name = stack.names[j]
-                    raise Gone(name, log.why(name), inner(server), silos, _together(rows), len(rows))
-            silos = moved
-            server, info = self._moved(algorithm, server_key, server, messages, cohort, cohorts is None, log)
-            rows.append({**info, **log.told()})
-            if isinstance(server, Hearing) and np.any(server.missed >= self.faults.patience):
-                name = stack.names[int(np.argmax(server.missed))]
-                raise Gone(name, log.why(name), inner(server), silos, _together(rows), len(rows))
-        return server, silos, _together(rows)
-
-    # --- in the silo, and on the way --------------------------------------------------------------------------------
-
-    def _asked(
-        self,
-        algorithm: FederatedAlgorithm,
-        round_key: Any,
-        stack: Stack,
-        broadcast: Any,
-        silos: tuple,
-        j: int,
-        at: int,
-        server: Any,
-        log: Log,
-    ) -> tuple[Any, tuple]:
-        """A silo's message, or None; and all states, its own moved on."""
-        name, patience = stack.names[j], self.faults.patience
+    def _one(self, question: Question, j: int, sent: bytes) -> Answer:
+        algorithm, stack, at = question.algorithm, question.stack, question.at
+        name = stack.names[j]
         b, place = stack.place(name)
-        sent = wire.encode(sent_to(broadcast, j))
-        for attempt in range(patience if self._waits(algorithm, server, j) else 1):
-            state = jax.tree.map(lambda leaf: leaf[place], silos[b])
-            with at_silo(name):
-                received = from_bytes(sent, sent_to(broadcast, j))
-                key = fold_in_name(round_key, identity(name))
-                message, new = silo_step(algorithm, key, received, state, stack.data(name))
-            log.down, log.asked[name] = log.down + len(sent), log.asked.get(name, 0) + 1
-            reply = Reply(name, at, zlib.crc32(sent), wire.encode(message))
-            host = jax.tree.map(np.asarray, message)
-            arrived = self.faults.delivered(reply, host, self.role, at, attempt)
-            found, refused = opened(arrived, name, at, zlib.crc32(sent), message, self.watched)
-            log.up += sum(len(one.data) for one in arrived)
-            log.refused += [(name, one.why, one.bytes) for one in refused]
-            if found is None:
-                continue
-            log.heard.add(name)
-            log.sizes[name] = len(reply.data)
-            if not not_finite(new):  # else it begins again where it was
-                moved = jax.tree.map(lambda leaf, own: leaf.at[place].set(own), silos[b], new)
-                silos = (*silos[:b], moved, *silos[b + 1 :])
-            return found, silos
-        return None, silos
-
-    def _waits(self, algorithm: FederatedAlgorithm, server: Any, j: int) -> bool:
-        """Whether the round cannot go on without this silo."""
-        if not isinstance(server, Hearing):
-            return True
-        return bool(algorithm.lost.hold and not server.heard[j])
-
-    # --- at the server ------------------------------------------------------------------------------------------------
-
-    def _moved(
-        self,
-        algorithm: FederatedAlgorithm,
-        key: Any,
-        server: Any,
-        messages: dict[int, Any],
-        cohort: np.ndarray,
-        everyone: bool,
-        log: Log,
-    ) -> tuple[Any, dict]:
-        """The server's step on what was heard, and on what is held of the others."""
-        num = len(log.names)
-        step = lambda server, used: _step(algorithm, key, server, used, cohort, everyone, num)
-        if not isinstance(server, Hearing):
-            return step(server, messages)
-        found, info = step(server, messages)
-        if self.watched and not_finite(found.server):  # what is finite can still be too much
-            good = lambda j: not not_finite(step(server, {i: m for i, m in messages.items() if i != j})[0].server)
-            bad = [j for j in messages if good(j)] or list(messages)
-            for j in bad:
-                log.refuse(log.names[j], "the server's state would not be finite with it")
-            found, info = step(server, {i: m for i, m in messages.items() if i not in bad})
-        return found, info
-
-
-def _step(
-    algorithm: FederatedAlgorithm,
-    key: Any,
-    server: Any,
-    messages: dict[int, Any],
-    cohort: np.ndarray,
-    everyone: bool,
-    num: int,
-) -> tuple[Any, dict]:
-    fresh: np.ndarray = np.array(sorted(messages), np.int32)
-    together = stacked([messages[j] for j in fresh.tolist()]) if fresh.size else None
-    if not isinstance(server, Hearing):
-        return _server_step(algorithm, key, server, together, fresh, num)
-    heard, missed = np.array(server.heard), np.array(server.missed)
-    missed[cohort] += 1
-    heard[fresh], missed[fresh] = True, 0
-    server = server._replace(heard=heard, missed=missed)
-    if together is None:  # nothing moves
-        return server, dict(server.info)
-    if algorithm.lost.hold:
-        server = server._replace(last=_kept(algorithm, key, server.server, together, server.last, fresh))
-        fresh = np.flatnonzero(heard) if everyone else cohort[heard[cohort]]
-        together = jax.tree.map(lambda leaf: leaf[fresh], server.last)
-    found, info = _server_step(algorithm, key, server.server, together, np.asarray(fresh, np.int32), num)
-    info = jax.tree.map(np.asarray, info)
-    return server._replace(server=found, info=info), info
-
-
-def _still_valid(algorithm: FederatedAlgorithm, server: Any) -> Any:
-    """Without what is held, where what comes now is of another kind: everyone is waited for."""
-    void = algorithm.lost.void
-    if not isinstance(server, Hearing) or void is None or not bool(void(server.server)):
-        return server
-    return server._replace(heard=np.zeros_like(np.asarray(server.heard)))
-
-
-def _absorbed(algorithm: FederatedAlgorithm, key: Any, server: Any, messages: Any) -> Any:
-    """What is held of each message."""
-    absorb = algorithm.lost.absorb
-    return messages if absorb is None else jax.vmap(lambda message: absorb(key, server, message))(messages)
-
-
-def _stepped(algorithm: FederatedAlgorithm, key: Any, server: Any, together: Any, index: Any, num: int) -> Any:
-    step = algorithm.lost.server_step if algorithm.lost.hold else None
-    return (step or algorithm.server_step)(key, server, algorithm.aggregate(together, Cohort(index, num)))
-
-
-@partial(jax.jit, static_argnums=0)
-def _kept(algorithm: FederatedAlgorithm, key: Any, server: Any, messages: Any, last: Any, index: Any) -> Any:
-    new = _absorbed(algorithm, key, server, messages)
-    return jax.tree.map(lambda old, rows: old.at[index].set(rows), last, new)
-
-
-_server_step = partial(jax.jit, static_argnums=(0, 5))(_stepped)
-
-
-def _together(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {}
+        state = jax.tree.map(lambda leaf: leaf[place], question.silos[b])
+        with at_silo(name):
+            received = from_bytes(sent, question.received)
+            key = fold_in_name(jax.random.fold_in(question.key, at), identity(name))
+            message, new = silo_step(algorithm, key, received, state, stack.data(name))
+        reply = Reply(name, at, zlib.crc32(sent), wire.encode(message))
+        arrived = self.faults.delivered(reply, jax.tree.map(np.asarray, message), self.role, at, question.attempt)
+        # where its state would not be finite, it begins again where it was
+        return Answer(arrived, message, state if not_finite(new) else new)

@@ -18,6 +18,11 @@ def from_bytes(data: bytes, like: Any) -> Any:
 
 
 @partial(jax.jit, static_argnums=0)
+def init_server(algorithm: FederatedAlgorithm, key: Any) -> Any:
+    return algorithm.init(key)
+
+
+@partial(jax.jit, static_argnums=0)
 def broadcast_of(algorithm: FederatedAlgorithm, key: Any, server: Any) -> Any:
     return algorithm.broadcast(key, server)
 

@@ -168,6 +168,29 @@ def fields(like: Any) -> tuple[Field, ...]:
     return *found, Field("envelope", (), _PREAMBLE.size + _COUNT.size)
 
 
+class Told(NamedTuple):
+    """What a message itself says of a leaf."""
+
+    checksum: int  # CRC-32 of its path: whoever knows the path can tell that it is meant
+    dtype: str
+    shape: tuple[int, ...]  # of ten axes at most
+
+
+def told(data: bytes, most: int) -> tuple[int, tuple[Told, ...]]:
+    """How many leaves a message has, and the first ``most`` of them, for those who do not know its structure.
+
+    >>> told(encode({"gradient": np.ones(5)}), most=10)
+    (1, (Told(checksum=..., dtype='float64', shape=(5,)),))
+
+    Raises:
+        ValueError: when the bytes are not a message.
+    """
+    if data[: len(MAGIC)] != MAGIC:
+        raise ValueError("These bytes are not a numpyro_fed message.")
+    count, leaves = _read_header(memoryview(data)[_PREAMBLE.size :], most)
+    return count, tuple(Told(name, dtype, shape) for name, (dtype, shape) in leaves.items())
+
+
 def num_bytes(like: Any) -> int:
     """The length of ``encode(tree)`` for any ``tree`` with these shapes and dtypes, without making one.
 

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Left, Plan, Posterior, Program
 from numpyro_fed.checks import check_cohorts, check_count, check_key, warn_user
-from numpyro_fed.engines.base import Engine
+from numpyro_fed.engines.base import Engine, TellsSilos
 from numpyro_fed.engines.choose import check_engine, default_engine
 from numpyro_fed.engines.hearing import Gone
 from numpyro_fed.engines.stale import current
@@ -136,6 +136,7 @@ class Method:
             num_rounds = check_count("num_rounds", num_rounds)
         engine = default_engine(silos) if engine is None else engine
         plan = self._plan(silos, schedule, num_rounds, engine, check)
+        elsewhere = engine if isinstance(engine, TellsSilos) else None
         began, saved = time.perf_counter(), Unsaved()
         if checkpoint is not None:
             asked = {"num_rounds": num_rounds, "schedule": schedule, "engine": engine, "check": check}
@@ -146,6 +147,9 @@ class Method:
         elif checkpoint_every is not None:
             raise ValueError("checkpoint_every says how often a checkpoint is written: say where, checkpoint='run.nfc'")
         resume.check_start(init_state, silos.names)
+        if elsewhere is not None:
+            engine = elsewhere = elsewhere.bound(self, silos, saved.run)
+            saved.run = elsewhere.run
         prepared = self.prepare(silos, engine)
         if min_rows is not None:
             refuse_small(prepared, check_count("min_rows", min_rows))
@@ -154,10 +158,12 @@ class Method:
         for site in prepared.survey.around:
             warn_user(meant(site))
         split = prepared.split
-        program = self.compile(split, prepared.survey, plan)
+        program = _numbered(self.compile(split, prepared.survey, plan))
         name = type(self).__name__
         runner = Runner(engine, key, prepared.stack, split, schedule, progress_bar, name)
-        runner.checkpoint = saved
+        runner.saved_to(saved)
+        if elsewhere is not None:
+            elsewhere.agree(prepared.survey, plan, program)
         runner.books.surveyed(prepared.sent, len(silos.names))
         start = resume.start(init_state, name, program, runner)
         first = runner.round
@@ -180,7 +186,7 @@ class Method:
             again = lambda rest, state: Method.run(
                 self, key, silos.only(*rest), rounds, schedule=among(rest), init_state=state, **options
             )
-            found = go_on(gone, before, silos.names, again)
+            found = go_on(gone, before, silos.names, again, getattr(engine, "quorum", 1))
             warn_of_verdict(name, found)
             return found
         evidence: Any = UNASKED
@@ -190,6 +196,8 @@ class Method:
             except Gone as gone:
                 evidence = f"not checked: {gone}"
         found = fit(left, states, evidence)
+        if elsewhere is not None:
+            elsewhere.finished(found)
         if progress_bar:
             tqdm.write(f"verdict: {found.verdict.status}", file=sys.stderr)  # beside the bar
         return found
@@ -208,6 +216,12 @@ class Method:
         return Plan(num_rounds, names, schedules.sweep(schedule, names), size, schedules.random(schedule), stale, check)
 
 
+def _numbered(program: Program) -> Program:
+    """Each phase with its place, by which silos that are elsewhere find it in their own."""
+    phases = (phase._replace(recipe=("program", i)) for i, phase in enumerate(program.phases))
+    return program._replace(phases=tuple(phases))
+
+
 def _again(method: Method, engine: Engine, rng_key: Any, silos: Any, num_rounds: int, **options: Any) -> Fit:
     """Further rounds of the same method, on the engine that the fit was made on."""
     return method.run(rng_key, silos, num_rounds, engine=engine, progress_bar=False, **options)
@@ -215,10 +229,15 @@ def _again(method: Method, engine: Engine, rng_key: Any, silos: Any, num_rounds:
 
 def _fresh(method: Method, engine: Engine, rng_key: Any, silos: Any) -> Fresh:
     """States of the method's rounds on other silos, before the first."""
+    plan = Plan(names=silos.names)
+    engine = engine.bound(method, silos, "") if isinstance(engine, TellsSilos) else engine
     split, survey, stack, _ = method.prepare(silos, engine)
-    program = method.compile(split, survey, Plan(names=silos.names))
+    program = _numbered(method.compile(split, survey, plan))
+    if isinstance(engine, TellsSilos):
+        engine.agree(survey, plan, program)
     phase = next(phase for phase in program.phases if phase.role == "rounds")
-    server, states = engine.start(phase.algorithm, check_key(rng_key), stack)
+    runner = Runner(engine, check_key(rng_key), stack, split, as_schedule(None), False, "")
+    server, states = runner.begun(phase, runner.key)
     buckets = tuple(bucket.names for bucket in stack.buckets)
     state = State(type(method).__name__, stack.names, buckets, server, states, 0)
     return Fresh(split, state, tuple(dict(bucket.lengths) for bucket in stack.buckets))

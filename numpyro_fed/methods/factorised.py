@@ -128,8 +128,9 @@ class Factorised(Method):
             effort="some",
             looks_at_data=_looks(split, chosen, self.family),
             look=plan.sweep if stops else None,
-            suited=lambda server: chosen.settled if _settled(server) else chosen.rounds,
-            likely=chosen.settled if chosen.starts else chosen.rounds,
+            variants=(chosen.settled,),
+            suited=lambda server: 0 if _settled(server) else None,
+            likely=0 if chosen.starts else None,
         )
         if chosen.nodes is None or (plan.check and survey.known):  # the check looks at more nodes, too
             return Program((*chosen.starts, phase), posterior)

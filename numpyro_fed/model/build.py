@@ -51,14 +51,23 @@ def certified(split: SplitModel, silos: Silos) -> tuple[SplitModel, PartitionErr
     Silos of equal size are padded for speed alone: where rows mix, they need not be.
     """
     failed = certify(split, silos)
-    part = split.partition
-    equal = {axis.name for axis in part.axes if axis.free and len(set(axis.lengths.values())) == 1}
-    if failed is None or not equal:
+    if failed is None or not _equal(split):
         return split, failed
+    plain = unpadded(split)
+    return plain, certify(plain, silos)
+
+
+def _equal(split: SplitModel) -> set[str]:
+    """Axes that are as long in every silo, and padded for speed alone."""
+    return {axis.name for axis in split.partition.axes if axis.free and len(set(axis.lengths.values())) == 1}
+
+
+def unpadded(split: SplitModel) -> SplitModel:
+    """The same split where silos of equal size are not padded."""
+    part, equal = split.partition, _equal(split)
     axes = tuple(axis._replace(free=axis.free and axis.name not in equal) for axis in part.axes)
     make = lambda: split._replace(partition=replace(part, axes=axes))
-    unpadded = remembered(make, "unpadded", ByIdentity(split))
-    return unpadded, certify(unpadded, silos)
+    return remembered(make, "unpadded", ByIdentity(split))
 
 
 def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array, ...]) -> SplitModel:

@@ -14,6 +14,8 @@ def encode(tree: Any, leaf: Callable[[Any], dict[str, Any]]) -> Any:
     """A pytree's structure as JSON. Python numbers stand in it, ``leaf`` says what stands for an array."""
     if tree is None or isinstance(tree, bool | int | str):
         return tree
+    if isinstance(tree, np.generic):  # of which float64 is a float, too
+        return leaf(tree)
     if isinstance(tree, float):
         return {"float": repr(tree)}
     if isinstance(tree, Mapping):
@@ -25,7 +27,7 @@ def encode(tree: Any, leaf: Callable[[Any], dict[str, Any]]) -> Any:
         return {"named": kind, "fields": list(tree._fields), "items": [encode(item, leaf) for item in tree]}
     if isinstance(tree, list | tuple):
         return {type(tree).__name__: [encode(item, leaf) for item in tree]}
-    if isinstance(tree, jax.Array | np.ndarray | np.generic):
+    if isinstance(tree, jax.Array | np.ndarray):
         return leaf(tree)
     raise TypeError(f"cannot save a {type(tree).__name__}: states are dicts, lists, (named) tuples, arrays and numbers")
 

@@ -13,6 +13,7 @@ import io
 import json
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +51,14 @@ class Unsaved:
     """Nothing is written."""
 
     seconds = 0.0  # of earlier processes
+    run = ""  # what the run is called in silos that are elsewhere
+    # (silos' states) -> their names in silos that are elsewhere, as JSON: written beside them
+    names_of: Callable[[tuple], Any] | None = None
+
+    @property
+    def kept(self) -> list[Any]:
+        """The names of the states that the file holds."""
+        return []
 
     def entered(self, phase: Phase, server: PyTree, states: tuple, books: Books) -> Loop | None:
         return None
@@ -80,7 +89,7 @@ class Checkpoint(Unsaved):
         if not self.path.parent.is_dir():
             raise FileNotFoundError(f"checkpoint={str(path)!r}: there is no folder {str(self.path.parent)!r}, make it")
         self.began, self.wrote = time.perf_counter(), time.perf_counter()
-        self.seconds = 0.0  # of earlier processes
+        self.seconds, self.run = 0.0, ""
         self.loops: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []  # each one's header and arrays
         self.books: Any = None
         self.at = -1  # the loop that goes on
@@ -88,6 +97,10 @@ class Checkpoint(Unsaved):
         self.point: tuple[Loop, list[dict], Any] | None = None  # its last chunk's end, infos and books then
         if self.path.exists():
             self._read()
+
+    @property
+    def kept(self) -> list[Any]:
+        return [header["kept"] for header, _ in self.loops if "kept" in header]
 
     @property
     def elapsed(self) -> float:
@@ -134,10 +147,12 @@ class Checkpoint(Unsaved):
     # --- the file -----------------------------------------------------------------------------------------------------
 
     def _write(self, loop: Loop, rows: list[dict[str, np.ndarray]], books: Any) -> None:
-        header = {"phase": self.phase.name, **{name: getattr(loop, name) for name in Loop._fields[3:]}}
+        header: dict[str, Any] = {"phase": self.phase.name, **{name: getattr(loop, name) for name in Loop._fields[3:]}}
         arrays = {"server": _encoded(loop.server)}
         if self.phase.role != "check":  # a check leaves the silos' states as they are
             arrays["states"] = _encoded(loop.states)
+            if self.names_of is not None:
+                header["kept"] = self.names_of(loop.states)
         arrays |= {f"info.{name}": np.concatenate([one[name] for one in rows]) for name in rows[0]}
         self.loops[self.at] = (header, arrays)
         whole: dict[str, Any] = {}
@@ -148,6 +163,7 @@ class Checkpoint(Unsaved):
             "identity": self.identity,
             "versions": versions(),
             "seconds": self.elapsed,
+            "run": self.run,
             "loops": [header for header, _ in self.loops],
             "books": codec.encode(books, codec.keep_in(kept)),
         }
@@ -185,7 +201,7 @@ class Checkpoint(Unsaved):
         own = lambda prefix: {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
         self.loops = [(header, own(f"{i}.")) for i, header in enumerate(told["loops"])]
         self.books = codec.decode(told["books"], codec.read_from(own("books.")))
-        self.seconds = told["seconds"]
+        self.seconds, self.run = told["seconds"], told.get("run", "")
 
     def _refused(self, why: str) -> ValueError:
         return ValueError(

@@ -36,6 +36,14 @@ def all_finite(tree: PyTree) -> bool:
     return all(bool(np.all(np.isfinite(leaf))) for leaf in floats)
 
 
+def first_bad(after: tuple[PyTree, tuple, dict[str, np.ndarray]], count: int) -> int | None:
+    """The first of a chunk's rounds whose loss is not finite; ``count``: all are, and the server's state is not."""
+    bad = np.flatnonzero(~np.isfinite(after[2]["loss"]))
+    if bad.size:
+        return int(bad[0])
+    return None if all_finite(after[0]) else count  # a loss can be that of the round's beginning
+
+
 def last_good(engine: Engine, chunk: tuple[Any, ...], bad: int, effort: str) -> tuple[int, tuple[PyTree, tuple, dict]]:
     """How many of a chunk's rounds leave finite states, and these; ``bad`` is the first whose loss is not finite.
 

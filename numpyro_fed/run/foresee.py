@@ -35,7 +35,7 @@ def foresee(runner: Runner, phase: Phase, scheduled: bool = True) -> None:
     begin = getattr(runner.engine, "compile_ahead", None)
     if begin is None or (scheduled and schedules.stale(runner.schedule)):
         return
-    algorithm = phase.algorithm if phase.likely is None else phase.likely
+    algorithm = phase.variant(phase.likely).algorithm
     plain = partial(jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     server, states = plain(fresh_shapes(runner, algorithm))
     cohorts = runner.cohorts(0, 1) if scheduled else None

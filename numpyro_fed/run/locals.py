@@ -186,6 +186,7 @@ def look_at_locals(
         effort="some",
         looks_at_data=GLOBALS * num,
         watched=False,  # a Pareto k of exact weights is minus infinity
+        recipe=("locals", num),
     )
     left, _ = runner.run((phase,), Left(), states, None)
     if left.interrupted:

@@ -20,17 +20,26 @@ class SiloLostError(RuntimeError):
     fit: Any = None
 
 
-def go_on(gone: Gone, before: Fit | None, names: tuple[str, ...], run: Callable[[tuple[str, ...], Any], Fit]) -> Fit:
+def go_on(
+    gone: Gone,
+    before: Fit | None,
+    names: tuple[str, ...],
+    run: Callable[[tuple[str, ...], Any], Fit],
+    quorum: int = 1,
+) -> Fit:
     """The fit of the silos that are left.
 
     Args:
         before: the rounds so far; None: there were none.
         names: of all silos.
         run: (names, state to go on from or None) -> Fit
+        quorum: silos below which it does not go on.
     """
     rest = tuple(name for name in names if name != gone.silo)
-    if not rest:
-        error = SiloLostError(f"{gone}, and it was the only one. The error's .fit is the last good state")
+    if len(rest) < max(quorum, 1):
+        left = f"the {len(rest)} others are fewer than quorum={quorum}" if rest else "it was the only one"
+        fit = "The error's .fit is the last good state" if before is not None else "There was no round before"
+        error = SiloLostError(f"{gone}, and {left}. {fit}")
         error.fit = before
         raise error from None
     state = None if before is None else _without(before.posterior, before.state, rest)

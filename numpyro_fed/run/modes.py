@@ -205,6 +205,7 @@ def modes_phase(split: SplitModel, few: Marginal, num: int) -> Phase:
         looks_at_data=MAX_ROUNDS * num * (2 * split.dim + 2) * few.evaluations(split),
         look=1,  # and so rounds are counted one by one
         watched=False,  # a search may well leave the support
+        recipe=("modes", num),
     )
 
 
@@ -225,7 +226,7 @@ def look_for_modes(
     phase = modes_phase(split, few, len(points))._replace(begin=lambda left, fresh: Begun(server))
     everyone = copy(runner)  # all silos take part in each of the rounds, whatever the run's schedule
     everyone.schedule = as_schedule(None)
-    _, states = runner.engine.start(phase.algorithm, runner.key, runner.stack)
+    _, states = runner.begun(phase, runner.key)
     left, _ = everyone.run((phase,), Left(), states, None)
     records = runner.books.records
     first = len(records)

@@ -45,7 +45,8 @@ def prepare(
     """
     some = silos.example() if silos.lazy else silos
     make = lambda: uncertified(model, some, local, shared)
-    split, failed = certified(remembered(make, "split", model, local, shared, signature(some)), some)
+    certify = getattr(engine, "certified", certified)  # where the data are elsewhere, there
+    split, failed = certify(remembered(make, "split", model, local, shared, signature(some)), some)
     if silos.lazy and split.groups:
         raise PartitionError(
             f"the model has local latents ({', '.join(split.partition.local_sites)}), and silos of a store keep "

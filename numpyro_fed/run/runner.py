@@ -16,7 +16,7 @@ from numpyro_fed.algorithm import Left, Phase, PyTree
 from numpyro_fed.checks import check_cohorts, warn_user
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import ahead, wire
-from numpyro_fed.engines.base import Engine, Sent, sent
+from numpyro_fed.engines.base import Engine, Sent, one_state, sent
 from numpyro_fed.engines.hearing import Gone, inner, within
 from numpyro_fed.engines.stale import current, held, stale
 from numpyro_fed.host import folded
@@ -25,7 +25,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.precision import LITTLE
 from numpyro_fed.run.books import Books
 from numpyro_fed.run.checkpoint import Loop, Unsaved
-from numpyro_fed.run.diagnose import NonFinite, all_finite, last_good
+from numpyro_fed.run.diagnose import NonFinite, all_finite, first_bad, last_good
 
 COHORTS = digest("\0cohorts")
 SHORTER = 3  # times that steps are shortened before a loss that is not finite is given up
@@ -108,12 +108,15 @@ class Runner:
         """States of both sides, and the bytes of what the silos are given for theirs."""
         fresh = None
         if states is None or left.server is None:
-            fresh, states = self.engine.start(phase.algorithm, key, self.stack)
+            fresh, states = self.begun(phase, key)
+            told = getattr(self._engine(phase), "sent_at_start", None)
+            if told is not None:
+                self.books.ahead(phase.name, told(phase.algorithm, fresh, self.stack.shapes(0)), len(self.stack.names))
         begun = phase.begin(left, fresh)
         assert begun is not None, "rounds have a beginning"
         server, given = begun
         if self.engine.holds_states:
-            states = self.engine.in_silos(phase.begin_silo, given, self.stack, states, local)
+            states = self._engine(phase).in_silos(phase.begin_silo, given, self.stack, states, local)
             if jax.tree.leaves(given):
                 self.books.ahead(phase.name, Sent(down=wire.fields(given)), len(self.stack.names))
         return server, states
@@ -123,7 +126,7 @@ class Runner:
         local: tuple | None = None
         failed: NonFinite | None = None
         for given in phases:
-            phase = given if given.made is None else given.made()
+            phase = given if given.made is None else given.made()._replace(recipe=given.recipe)
             key = self._key(phase)
             ended = self._loop(phase, key, *self._begin(phase, key, left, None, None), 0, lambda first, count: None)
             found = phase.finish(left, ended.server, ended.info)
@@ -133,7 +136,8 @@ class Runner:
             if local is None or found.warm is not left.warm:
                 local = ended.states
                 if phase.leave_silo is not None:
-                    local = self.engine.in_silos(phase.leave_silo, found.warm, self.stack, ended.states)
+                    leave = self._engine(phase).in_silos
+                    local = leave(phase.leave_silo, found.warm, self.stack, ended.states)
             left = found
             if not left.unsure:
                 return left, local
@@ -146,14 +150,14 @@ class Runner:
         names, late = self.stack.names, schedules.stale(self.schedule)
         server, states = self._begin(phase, self.key, left, states, local)
         if phase.suited is not None:
-            phase = phase._replace(algorithm=phase.suited(server))
+            phase = phase.variant(phase.suited(server))
         while self.later and ahead.busy():  # the compiler has time for more
             self.later.pop(0)()
         finish = phase.finish
         if late:
             key = folded(folded(self.key, self.round), SERVER)
             server = held(phase.algorithm, server, key, len(names))
-            phase = phase._replace(algorithm=stale(phase.algorithm, len(names)))
+            phase = phase._replace(algorithm=stale(phase.algorithm, len(names)), recipe=(*phase.recipe, "stale"))
         listening = getattr(self._engine(phase), "listening", None)
         if listening is not None:
             server = listening(phase.algorithm, server, states, self.stack)
@@ -217,8 +221,9 @@ class Runner:
                     try:
                         after = engine.rounds(*chunk, count, effort)
                     except Gone as gone:
+                        self.checkpoint.interrupted()
                         raise self._told(gone, phase, cohorts, sent) from None
-                    bad = _first_bad(after, count) if phase.role == "rounds" and phase.watched else None
+                    bad = first_bad(after, count) if phase.role == "rounds" and phase.watched else None
                     if bad is not None and phase.shorter is not None and at.shortened < SHORTER:
                         server, states = self._shorter(phase, at.server, at.states)
                         at = at._replace(server=server, states=states, shortened=at.shortened + 1)
@@ -242,6 +247,7 @@ class Runner:
                     self.round += count if phase.role == "rounds" else 0
                     at = Loop(after[0], after[1], {}, done, since, at.shortened, finished, self.round)
                     self.checkpoint.reached(at, rows, self.books)
+                    self._pin()
                     bar.update(count)
             except KeyboardInterrupt:
                 self.checkpoint.interrupted()
@@ -251,6 +257,24 @@ class Runner:
                 if kept:
                     bar.write(f"stopped after {at.done} of {total} rounds; this is the fit so far")
         return Ended(at.server, at.states, _together(rows), at.done, interrupted, at.shortened)
+
+    def saved_to(self, checkpoint: Unsaved) -> None:
+        """Write the run there on the way, or go on from it."""
+        self.checkpoint = checkpoint
+        known = getattr(self.engine, "names_of", None)
+        if known is not None:
+            checkpoint.names_of = lambda states: known(states, self.stack)
+        self._pin()
+
+    def _pin(self) -> None:
+        """Silos that are elsewhere keep the states that a checkpoint names."""
+        pin = getattr(self.engine, "pin", None)
+        if pin is not None:
+            pin(self.checkpoint.kept)
+
+    def begun(self, phase: Phase, key: Any) -> tuple[PyTree, tuple]:
+        """Fresh states of both sides."""
+        return self._engine(phase).start(phase.algorithm, key, self.stack)
 
     def _engine(self, phase: Phase) -> Any:
         """What runs the phase's rounds: an engine may do so in its own way."""
@@ -293,7 +317,7 @@ class Runner:
         shorter = phase.shorter
         assert shorter is not None
         if self.engine.holds_states:
-            states = self.engine.in_silos(lambda given, state: shorter(state), (), self.stack, states)
+            states = self._engine(phase).in_silos(phase.shorten, (), self.stack, states)
         return within(shorter, server), states
 
     @property
@@ -311,10 +335,9 @@ class Runner:
     def _sent(self, phase: Phase, server: PyTree, states: tuple) -> Sent:
         """By one silo in one round, and to it, from shapes alone."""
         data, server = self.stack.shapes(0), inner(server)
-        if self.engine.holds_states:
-            silo = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), states[0])
-        else:
-            silo = None
+        silo = (
+            one_state(self._engine(phase), phase.algorithm, server, states, data) if self.engine.holds_states else None
+        )
         return sent(phase.algorithm, server, silo, data)
 
 
@@ -323,11 +346,3 @@ def _together(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     if len(rows) == 1:
         return rows[0]
     return {name: np.concatenate([one[name] for one in rows]) for name in (rows[0] if rows else ())}
-
-
-def _first_bad(after: tuple[PyTree, tuple, dict[str, np.ndarray]], count: int) -> int | None:
-    """The first of a chunk's rounds whose loss is not finite; ``count``: all are, and the server's state is not."""
-    bad = np.flatnonzero(~np.isfinite(after[2]["loss"]))
-    if bad.size:
-        return int(bad[0])
-    return None if all_finite(after[0]) else count  # a loss can be that of the round's beginning

@@ -99,22 +99,28 @@ def _algorithm(split: SplitModel, batch_size: int | None, num: int, like: SiloDa
 def take(split: SplitModel, stack: Stack, engine: Engine, batch_size: int | None) -> tuple[Answer, tuple[Entry, ...]]:
     """Everyone's answers, stacked in the order of the silos (of a store: of its example), and what they cost."""
     asked = stack.example
+    phase = survey_phase(split, batch_size, asked)
+    runner = Runner(engine, key_of(KEY), asked, split, as_schedule(None), False, "")
+    left, _ = runner.run((phase,), Left(), tuple(() for _ in asked.buckets), None)
+    places = np.array([stack.names.index(name) for name in asked.names])
+    answered = (entry._replace(who=places) for entry in runner.books.entries)
+    return jax.device_get(left.server), (*_before(split, asked, places), *answered)
+
+
+def survey_phase(split: SplitModel, batch_size: int | None, asked: Stack) -> Phase:
+    """One round in which these silos answer."""
     num = len(asked.names)
     make = lambda: _algorithm(split, batch_size, num, asked.shapes(0))
     algorithm = remembered(make, KEY, ByIdentity(split), batch_size, num)
-    phase = Phase(
+    return Phase(
         "survey",
         algorithm,
         lambda left, fresh: Begun(algorithm.init(None)),
         role="check",
         effort="least",
         watched=False,
+        recipe=("survey",),
     )
-    runner = Runner(engine, key_of(KEY), asked, split, as_schedule(None), False, "")
-    left, _ = runner.run((phase,), Left(), tuple(() for _ in asked.buckets), None)
-    places = np.array([stack.names.index(name) for name in asked.names])
-    answered = (entry._replace(who=places) for entry in runner.books.entries)
-    return jax.device_get(left.server), (*_before(split, asked, places), *answered)
 
 
 def _before(split: SplitModel, asked: Stack, places: np.ndarray) -> Iterable[Entry]:

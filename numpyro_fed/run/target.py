@@ -143,6 +143,7 @@ def target_phase(runner: Runner, name: str, marginal: Marginal, size: int) -> Ph
         effort="some",
         looks_at_data=size * marginal.evaluations(split),
         watched=False,  # a density may well be zero at some of the points
+        recipe=("target", name, size),
     )
 
 

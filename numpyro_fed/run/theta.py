@@ -129,6 +129,7 @@ def look_at_theta(
         role="check",
         effort="some",
         watched=False,
+        recipe=("theta", num),
     )
     left, _ = runner.run((phase,), Left(), tuple(() for _ in runner.stack.buckets), None)
     if left.interrupted:

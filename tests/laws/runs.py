@@ -38,7 +38,7 @@ class Impatient(Vmap):
 
     def __init__(self, phase: Phase) -> None:
         heard = SimpleNamespace(started=np.ones((), bool), visits=np.ones(1))  # of methods that have two, by the server
-        own = phase.algorithm, phase.algorithm if phase.suited is None else phase.suited(heard)
+        own = phase.algorithm, phase.algorithm if phase.suited is None else phase.variant(phase.suited(heard)).algorithm
         object.__setattr__(self, "algorithms", own)
 
     def rounds(self, algorithm: FederatedAlgorithm, *args: Any, **options: Any) -> Any:

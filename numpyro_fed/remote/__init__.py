@@ -1,0 +1,15 @@
+"""Silos in processes of their own: the server and each silo see nothing of each other but bytes.
+
+Both ends have the same study file (model, shared arguments, methods); no code crosses, and nothing is unpickled. A silo
+is a function of bytes, :meth:`numpyro_fed.remote.site.Site.handle`; a server asks through a
+:class:`numpyro_fed.remote.transport.Transport`. Between them:
+
+====================  =========================================================================================
+``envelope``          one message: who, to whom, of which study, run and software; its payload in the wire codec
+``signing``           messages as files, signed; keys pinned
+``policy``            what the owner of a silo allows
+``audit``             what left a silo, line by line
+``site``, ``post``    the two guarded ends: every message is checked before anything is done with it
+``transport``         how bytes get from one end to the other
+====================  =========================================================================================
+"""

@@ -1,0 +1,99 @@
+"""A phase of a run, made in the silo from its recipe.
+
+The server says which phase it asks for in a few words (``Phase.recipe``). A silo makes the same functions from what it
+was told when the run was opened, and what a phase is for is known from here, not from what the server calls it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numpyro_fed.algorithm import FederatedAlgorithm, Phase
+from numpyro_fed.engines.stale import stale
+from numpyro_fed.remote.opening import Agreed
+from numpyro_fed.run.locals import locals_round
+from numpyro_fed.run.modes import modes_phase, with_few_nodes
+from numpyro_fed.run.target import exact_marginal, target_round
+from numpyro_fed.run.theta import theta_round
+
+Recipe = tuple[str | int, ...]
+MOST_POINTS = 1 << 14  # of one round
+
+
+class Made(NamedTuple):
+    """What a silo does in a phase."""
+
+    phase: Phase
+    purpose: str  # "start", "rounds", "closing", "check" or "correct"
+    points: int = 0  # at which densities are asked for
+
+
+def made(run: Agreed, recipe: Recipe) -> Made:
+    """The phase of that recipe; a ValueError where there is none."""
+    kind = recipe[0] if recipe else None
+    if kind not in _KINDS:
+        raise ValueError("the server asks for a phase that this version does not know")
+    return _KINDS[kind](run, *recipe[1:])
+
+
+def _of_program(run: Agreed, place: Any = None, *rest: Any) -> Made:
+    phases = run.program.phases
+    if type(place) is not int or not 0 <= place < len(phases):
+        raise ValueError("the method has no such phase")
+    phase = phases[place] if phases[place].made is None else _later(phases[place].made)
+    late = rest[-1:] == ("stale",)
+    for variant in rest[:-1] if late else rest:
+        if type(variant) is not int or not 0 <= variant < len(phase.variants):
+            raise ValueError("the phase has no such variant")
+        phase = phase.variant(variant)
+    if late:
+        phase = phase._replace(algorithm=stale(phase.algorithm, run.survey.num_silos))
+    return Made(phase, "closing" if phase.role == "check" else phase.role)
+
+
+def _later(make: Callable[[], Phase] | None) -> Phase:
+    assert make is not None
+    return make()
+
+
+def _target(run: Agreed, name: Any = None, size: Any = None) -> Made:
+    num = _count(size)
+    if name not in ("check", "correct"):
+        raise ValueError("densities are asked for in a check or in a correction")
+    marginal = exact_marginal(run.split, run.survey, run.program.posterior)
+    return Made(_look(name, target_round(run.split, marginal, num)), str(name), num)
+
+
+def _theta(run: Agreed, size: Any = None) -> Made:
+    num, marginal = _count(size), exact_marginal(run.split, run.survey, run.program.posterior)
+    return Made(_look("theta", theta_round(run.split, marginal, num)), "check", num)
+
+
+def _locals(run: Agreed, size: Any = None) -> Made:
+    algorithm = locals_round(run.split, run.program.posterior, run.survey.rows, _count(size))
+    return Made(_look("locals", algorithm), "check")
+
+
+def _modes(run: Agreed, size: Any = None) -> Made:
+    num, marginal = _count(size), exact_marginal(run.split, run.survey, run.program.posterior)
+    return Made(modes_phase(run.split, with_few_nodes(marginal, run.split), num), "check", num)
+
+
+_KINDS: dict[Any, Callable[..., Made]] = {
+    "program": _of_program,
+    "target": _target,
+    "theta": _theta,
+    "locals": _locals,
+    "modes": _modes,
+}
+
+
+def _look(name: str, algorithm: FederatedAlgorithm) -> Phase:
+    return Phase(name, algorithm, role="check")
+
+
+def _count(size: Any) -> int:
+    if type(size) is not int or not 1 <= size <= MOST_POINTS:
+        raise ValueError(f"a number from 1 to {MOST_POINTS} was expected")
+    return int(np.int64(size))
