@@ -65,9 +65,9 @@ class FlareSilo:
 
     def open(self, path: Path) -> Handler:
         """The silo that ``site.toml`` describes."""
-        from numpyro_fed.remote.config import open_site
+        from numpyro_fed.remote.config import open_site, read_site
 
-        return open_site(path)
+        return open_site(read_site(path))
 
     @collab.publish  # type: ignore[misc]
     def ask(self, request: bytes) -> bytes | str:
@@ -176,6 +176,7 @@ class FlareServer:
         num_rounds: as for the method's ``run``; 0 for its default.
         timeout: seconds to wait for a silo.
         quorum: as few silos may be left; 0: all are needed.
+        checkpoint_every: rounds between two checkpoints; 0: about ten seconds.
     """
 
     def __init__(
@@ -188,12 +189,14 @@ class FlareServer:
         num_rounds: int = 0,
         timeout: float = 600.0,
         quorum: int = 0,
+        checkpoint_every: int = 0,
     ) -> None:
         for what, name in (("study", study), ("run", run)):
             if not NAME.fullmatch(name):
                 raise ValueError(f"{what} must be letters, digits, - and _ (a name, not a path), got {name!r}")
         self.study, self.method, self.run, self.silos = study, method, run, silos
         self.seed, self.num_rounds, self.timeout, self.quorum = seed, num_rounds, timeout, quorum
+        self.checkpoint_every = checkpoint_every
 
     @collab.main  # type: ignore[misc]
     def main(self) -> None:
@@ -222,16 +225,18 @@ class FlareServer:
         """Run the method, from the checkpoint if there is one, and write the fit."""
         import jax
 
+        from numpyro_fed.cache import enable_cache
         from numpyro_fed.remote.silos import connect
         from numpyro_fed.remote.study import Study
 
-        study = Study.load(server_folder() / "studies" / f"{self.study}.py")
-        silos = connect(study, transport, timeout=self.timeout, quorum=self.quorum or None, folder=folder)
+        study = Study.load(server_folder() / "studies" / f"{self.study}.py")  # first: it may choose 64 bits
+        enable_cache(server_folder() / "programs")
         fit = study.method(self.method).run(
             jax.random.key(self.seed),
-            silos,
+            connect(study, transport, timeout=self.timeout, quorum=self.quorum or None),
             self.num_rounds or None,
             checkpoint=folder / CHECKPOINT,
+            checkpoint_every=self.checkpoint_every or None,
             progress_bar=False,
         )
         fit.save(folder / FIT)

@@ -44,6 +44,7 @@ class Job:
     num_rounds: int = 0
     timeout: float = 600.0
     quorum: int = 0
+    checkpoint_every: int = 0
 
     def __post_init__(self) -> None:
         self.server()  # raises where a name is none
@@ -114,7 +115,10 @@ def simulate(job: Job, workspace: str | Path, classes: Sequence[str] = CLASSES) 
     local = workspace / job.run / "local"
     local.mkdir(parents=True, exist_ok=True)
     (local / "resources.json").write_text(json.dumps(dict(format_version=2, class_allow_list=list(classes))))
-    recipe(job).run(SimEnv(clients=list(job.silos), workspace_root=str(workspace)))
+    try:
+        recipe(job).run(SimEnv(clients=list(job.silos), workspace_root=str(workspace)))
+    except RuntimeError as error:
+        raise RuntimeError(_failed(workspace / job.run, job, str(error))) from error
     return _results(workspace / job.run, job)
 
 
@@ -164,8 +168,8 @@ def run(
                 shutil.copyfile(_results(Path(found), job), out)
                 told(f"job {identity} is done")
                 return Path(out)
-        if "failed" in outcome:
-            raise RuntimeError(f"the run {job.run!r} failed at the server: {outcome['failed']}")
+            if "failed" in outcome:
+                raise RuntimeError(_failed(Path(found), job, ""))
         began.append(outcome.get("began", ""))
         idle = sum(1 for at in began if at == began[-1])  # jobs from the same point on
         told(f"job {identity} ended ({status}): the next one goes on from the checkpoint")
@@ -247,6 +251,9 @@ def _outcome(folder: Path) -> dict[str, Any]:
 def _results(folder: Path, job: Job) -> Path:
     found = sorted(folder.rglob(FIT))
     if not found:
-        failed = _outcome(folder).get("failed", f"no {FIT} in {folder}: see the logs there")
-        raise RuntimeError(f"the run {job.run!r} failed at the server: {failed}")
+        raise RuntimeError(_failed(folder, job, f"there is no {FIT} in {folder}: see the logs there"))
     return found[0]
+
+
+def _failed(folder: Path, job: Job, otherwise: str) -> str:
+    return f"the run {job.run!r} failed at the server: {_outcome(folder).get('failed', otherwise)}"
