@@ -139,7 +139,8 @@ class Method:
         elsewhere = engine if isinstance(engine, TellsSilos) else None
         began, saved = time.perf_counter(), Unsaved()
         if checkpoint is not None:
-            asked = {"num_rounds": num_rounds, "schedule": schedule, "engine": engine, "check": check}
+            where = getattr(engine, "identity", engine)
+            asked = {"num_rounds": num_rounds, "schedule": schedule, "engine": where, "check": check}
             saved = Checkpoint(checkpoint, checkpoint_every, identity(self, key, silos, asked, init_state))
             began -= saved.seconds
             if saved.loops and progress_bar:

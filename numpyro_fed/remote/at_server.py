@@ -10,7 +10,6 @@ import jax
 
 from numpyro_fed.cache import enable_cache
 from numpyro_fed.files import replace_file
-from numpyro_fed.methods.base import Method
 from numpyro_fed.remote import files
 from numpyro_fed.remote.at_silo import say
 from numpyro_fed.remote.config import ConfigError, read_server, secret
@@ -117,9 +116,7 @@ def _settings(args: argparse.Namespace, study: Study, path: Path) -> dict[str, A
         raise ConfigError(f"{study.path} has changed since this run began: put it back, or remove {path.parent}")
     for name, value in said.items():
         if kept[name] != value:
-            raise ConfigError(
-                f"this run began with {name} {kept[name]}, not {value}: to begin anew, remove {path}"
-            )
+            raise ConfigError(f"this run began with {name} {kept[name]}, not {value}: to begin anew, remove {path}")
     return kept
 
 
@@ -146,7 +143,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def _loaded(path: str, study: Study, name: str | None) -> Fit:
-    methods: dict[str, Method] = study.methods if name is None else {name: study.method(name)}
+    methods: dict[str, Any] = study.methods if name is None else {name: study.method(name)}
     errors = []
     for method in methods.values():
         try:
@@ -164,4 +161,3 @@ def _out(path: str) -> Path:
 def _made(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
-

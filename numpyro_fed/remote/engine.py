@@ -73,6 +73,7 @@ class Remote:
 
     chunk: ClassVar[int] = 16
     holds_states: ClassVar[bool] = True
+    identity: ClassVar[str] = "elsewhere"  # a run may go on over another transport, and with more patience
     reads_store: ClassVar[bool] = False
 
     # --- a run is opened ----------------------------------------------------------------------------------------------

@@ -155,9 +155,7 @@ class Files:
         if not before:
             raise NotAReply(f"{silo} is waited for no longer: numpyro-fed round --again {silo!r} asks it again")
         if before != data:
-            raise NotAReply(
-                f"{silo} has answered this request before, and otherwise: do not believe both"
-            )
+            raise NotAReply(f"{silo} has answered this request before, and otherwise: do not believe both")
         replace_file(kept, data)
         return silo
 

@@ -42,8 +42,13 @@ PLAIN = {
 class Worker(Protocol):
     """What a silo computes. It may have ``fields``: names of leaves of its messages, for the audit log."""
 
-    name: str
-    rows: int  # of the silo's data: the largest of its own axes
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rows(self) -> int:
+        """Of the silo's data: the largest of its own axes."""
+        ...
 
     def purpose(self, body: dict[str, Any]) -> Purpose:
         """What a request for work is for, worked out in the silo, not believed."""
