@@ -177,6 +177,7 @@ class FlareServer:
         timeout: seconds to wait for a silo.
         quorum: as few silos may be left; 0: all are needed.
         checkpoint_every: rounds between two checkpoints; 0: about ten seconds.
+        check: whether silos are asked for densities to judge the fit by.
     """
 
     def __init__(
@@ -190,13 +191,14 @@ class FlareServer:
         timeout: float = 600.0,
         quorum: int = 0,
         checkpoint_every: int = 0,
+        check: bool = True,
     ) -> None:
         for what, name in (("study", study), ("run", run)):
             if not NAME.fullmatch(name):
                 raise ValueError(f"{what} must be letters, digits, - and _ (a name, not a path), got {name!r}")
         self.study, self.method, self.run, self.silos = study, method, run, silos
         self.seed, self.num_rounds, self.timeout, self.quorum = seed, num_rounds, timeout, quorum
-        self.checkpoint_every = checkpoint_every
+        self.checkpoint_every, self.check = checkpoint_every, check
 
     @collab.main  # type: ignore[misc]
     def main(self) -> None:
@@ -235,6 +237,7 @@ class FlareServer:
             jax.random.key(self.seed),
             connect(study, transport, timeout=self.timeout, quorum=self.quorum or None),
             self.num_rounds or None,
+            check=self.check,
             checkpoint=folder / CHECKPOINT,
             checkpoint_every=self.checkpoint_every or None,
             progress_bar=False,

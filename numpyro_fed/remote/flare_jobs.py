@@ -45,6 +45,7 @@ class Job:
     timeout: float = 600.0
     quorum: int = 0
     checkpoint_every: int = 0
+    check: bool = True
 
     def __post_init__(self) -> None:
         self.server()  # raises where a name is none

@@ -175,14 +175,6 @@ def test_one_job_at_a_time_is_at_a_run(tmp_path: Path) -> None:
 
 # --- in the simulator -------------------------------------------------------------------------------------------------
 
-SIMULATION = """
-import sys
-from numpyro_fed.remote.flare_jobs import Job, simulate
-if __name__ == "__main__":
-    print("fit:", simulate(Job("trial", "EP", "simulated", ("leeds", "york", "hull")), sys.argv[1]))
-"""
-
-
 @contextlib.contextmanager
 def ended(process: subprocess.Popen) -> Iterator[None]:
     """Its whole session ends with it; the simulator's clients have none of their own."""
@@ -198,11 +190,12 @@ def ended(process: subprocess.Popen) -> Iterator[None]:
 def test_simulated(tmp_path: Path) -> None:
     """EP over FLARE is EP over bytes in one process, to the last bit. Each silo opens its own files in its own process."""
     flare_study.write(tmp_path)
-    (tmp_path / "go.py").write_text(SIMULATION)
+    fit, work = tmp_path / "fit.npz", tmp_path / "work"
+    asked = ["flare-run", "trial", "--silos", ",".join(SILOS), "--simulate", str(work), "--out", str(fit)]
     own = dict(NUMPYRO_FED_SITE=str(tmp_path / "silos"), NUMPYRO_FED_SERVER=str(tmp_path / "server"))
     with open(tmp_path / "out", "wb") as out:
         process = subprocess.Popen(
-            [sys.executable, str(tmp_path / "go.py"), str(tmp_path / "work")],
+            [sys.executable, "-m", "numpyro_fed.remote.cli", *asked],
             env=flare_study.environment(**own),
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -215,13 +208,11 @@ def test_simulated(tmp_path: Path) -> None:
                 time.sleep(0.2)
             told = (tmp_path / "out").read_text()
             assert process.returncode == 0, told[-4000:]
-    fit = Path(told.split("fit: ")[1].split("\n")[0])
-    assert flare_study.same(
-        fit, flare_study.direct(tmp_path / "direct", "EP", None), tmp_path / "server" / "studies" / "trial.py", "EP"
-    )
+    study = tmp_path / "server" / "studies" / "trial.py"
+    assert flare_study.same(fit, flare_study.direct(tmp_path / "direct", "EP", None), study, "EP")
     for name in SILOS:
         audit = (tmp_path / "silos" / name / "state" / "audit.jsonl").read_text()
         assert "rounds" in audit, "what left is noted"
-        for path in (*(tmp_path / "work").rglob("*"), *(tmp_path / "server").rglob("*")):
+        for path in (*work.rglob("*"), *(tmp_path / "server").rglob("*")):
             data = path.read_bytes() if path.is_file() else b""
             assert not [one for one in flare_study.values(tmp_path, name) if one in data], path

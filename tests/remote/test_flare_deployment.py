@@ -18,14 +18,16 @@ import pytest
 
 pytest.importorskip("nvflare", reason="needs the extra flare: make test-flare")
 
+import flare_study
 from flare_deployment import Deployment
 from flare_standin import ROUNDS, STAND_INS, NotAllowed, StandIn, undisturbed
+from flare_study import SILOS
 from nvflare.apis.job_def import RunStatus
 from nvflare.collab import CollabRecipe
 from nvflare.fuel.flare_api.flare_api import new_secure_session
 
 from numpyro_fed.remote.flare import CHECKPOINT
-from numpyro_fed.remote.flare_jobs import run
+from numpyro_fed.remote.flare_jobs import Job, run
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,7 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # FLARE's own, of aiohttp: as errors they end connections
 ]
 
-SILOS = ("leeds", "york", "hull")
 CANARY = "58131-canary"
 LONGEST = 900.0  # seconds for all of this file: then everything is ended, and what still runs fails
 
@@ -41,9 +42,8 @@ LONGEST = 900.0  # seconds for all of this file: then everything is ended, and w
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("flare")
+    flare_study.write(folder)
     for name in SILOS:
-        (folder / "silos" / name).mkdir(parents=True)
-        (folder / "silos" / name / "site.toml").touch()
         (folder / "silos" / name / "data.csv").write_text(f"{CANARY} {name}")
     deployment = Deployment(folder, SILOS, STAND_INS)
     watchdog = threading.Timer(LONGEST, deployment.end)
@@ -84,6 +84,25 @@ def test_a_killed_worker_changes_nothing(deployed: Deployment) -> None:
         found = going.result()
     assert (found["round"], found["chain"]) == (ROUNDS, undisturbed("killed", SILOS))
     assert sum("goes on from the checkpoint" in line for line in told) == 2, told
+
+
+def test_a_fit_with_a_killed_worker_is_the_fit(deployed: Deployment, tmp_path: Path) -> None:
+    """SFVI, one silo's worker killed on the way: to the last bit what one process finds, in which nothing happens."""
+    job = Job("trial", "SFVI", "fit", SILOS, num_rounds=300, checkpoint_every=20)
+    told: list[str] = []
+    path, seen = deployed.folder / "server" / "runs" / "fit" / CHECKPOINT, set()
+    with ThreadPoolExecutor(1) as pool:
+        going = pool.submit(run, job, deployed.lead, deployed.user, tmp_path / "fit.npz", told=told.append)
+        while not going.done() and len(seen) < 6:
+            if path.exists():
+                seen.add(path.stat().st_mtime_ns)
+            time.sleep(0.02)
+        assert not going.done(), going.exception()
+        os.kill(deployed.worker("york"), signal.SIGKILL)
+        found = going.result()
+    assert sum("goes on from the checkpoint" in line for line in told) == 1, told
+    study = deployed.folder / "server" / "studies" / "trial.py"
+    assert flare_study.same(found, flare_study.direct(tmp_path / "direct", "SFVI", 300), study, "SFVI")
 
 
 def test_silos_do_not_answer_each_other(deployed: Deployment) -> None:
@@ -152,14 +171,15 @@ def test_a_silo_that_is_gone(deployed: Deployment) -> None:
 
 def test_no_value_of_a_silo_is_elsewhere(deployed: Deployment) -> None:
     """In no file of the server's, of the lead's or of FLARE's, archives of jobs opened; after all that went on above."""
-    looked = 0
+    looked, secrets = 0, [CANARY.encode(), *(one for name in SILOS for one in flare_study.values(deployed.folder, name))]
     for path in deployed.folder.rglob("*"):
         if path.is_file() and (deployed.folder / "silos") not in path.parents:
             looked += 1
-            assert CANARY.encode() not in unpacked(path.read_bytes()), path
+            data = unpacked(path.read_bytes())
+            assert not [one for one in secrets if one in data], path
     assert looked > 50
-    silo = (deployed.folder / "silos" / "york").rglob("*")
-    assert any(CANARY.encode() in path.read_bytes() for path in silo if path.is_file()), "it can be found"
+    own = [path.read_bytes() for path in (deployed.folder / "silos" / "york").rglob("*") if path.is_file()]
+    assert any(CANARY.encode() in data for data in own), "it can be found"
 
 
 def unpacked(data: bytes) -> bytes:
