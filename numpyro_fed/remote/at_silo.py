@@ -1,20 +1,24 @@
 """Commands of a silo: look before anything is sent, answer a server, answer files, draw its own latents."""
 
 import argparse
+import os
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pandas as pd
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.judge.messages import partition
 from numpyro_fed.methods.base import Method
 from numpyro_fed.remote import files
-from numpyro_fed.remote.config import KEY_BYTES, ConfigError, SiteConfig, open_site, read_site, secret
+from numpyro_fed.remote.config import KEY_BYTES, ConfigError, SiteConfig, open_site, open_worker, read_site, secret
 from numpyro_fed.remote.errors import PolicyRefused
+from numpyro_fed.remote.own import own_fit
 from numpyro_fed.remote.policy import PHASES, Policy, Purpose
 from numpyro_fed.remote.sockets import serve
 from numpyro_fed.remote.study import Study
@@ -135,6 +139,23 @@ def _signatures(config: SiteConfig, path: str) -> tuple[files.Sign, files.Open]:
     if config.private_key is None or config.server_key is None:
         raise ConfigError(f"{path} has no [files]: add private_key = and server =, see numpyro-fed keygen")
     return files.signer(config.private_key), files.believer({"server": config.server_key})
+
+
+def fit(args: argparse.Namespace) -> int:
+    """Draws of the silo's own latents, which stay in it."""
+    config = read_site(args.site)
+    worker = open_worker(config)
+    found = own_fit(worker, args.run)
+    key = jax.random.key(args.seed)
+    print(f"{found}\n\n{found.summary(key, args.samples, silo=config.name).round(4).to_string(max_rows=60)}")
+    if args.out is not None:
+        path = Path(args.out) if args.out.endswith(".npz") else Path(args.out + ".npz")
+        draws = found.sample_local(key, args.samples, silo=config.name)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            arrays: dict[str, Any] = {name: np.asarray(value) for name, value in draws.items()}
+            np.savez(file, **arrays)
+        print(f"\nsaved: {path}")
+    return 0
 
 
 def keygen(args: argparse.Namespace) -> int:

@@ -57,9 +57,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--checkpoint", help="where the run is kept on the way; by default beside the fit")
     one.add_argument("--checkpoint-every", type=int, help="rounds between two writes; by default about ten seconds")
     one.add_argument("--timeout", type=float, default=600.0, help="seconds that a silo is waited for")
-    one.add_argument(
-        "--patience", type=int, default=3, help="times a silo is not heard before it is lost for good"
-    )
+    one.add_argument("--patience", type=int, default=3, help="times a silo is not heard before it is lost for good")
 
     one = _command(commands, "silo-step", at_silo.silo_step, "answer requests in files")
     one.add_argument("--site", required=True, help="site.toml")
@@ -95,6 +93,13 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("fit", help="a file that run or round has saved")
     one.add_argument("--study", required=True, help="the study file")
     one.add_argument("--method", help="of the study's methods; by default the one that fits")
+
+    one = _command(commands, "fit", at_silo.fit, "draws of this silo's own latents from the final fit, in the silo")
+    one.add_argument("--site", required=True, help="site.toml")
+    one.add_argument("--out", help="where draws are saved, .npz; they are of this silo's own rows")
+    one.add_argument("--samples", type=int, default=1000, help="draws")
+    one.add_argument("--seed", type=int, default=0, help="of the draws")
+    one.add_argument("--run", help="which run, as the audit log names it; by default the last that has ended")
 
     one = _command(commands, "keygen", at_silo.keygen, "make keys: a silo's secret for TCP, or keys that sign files")
     one.add_argument("name", help="of the silo, or server")

@@ -269,12 +269,17 @@ def _name(name: str, where: str) -> str:
     return name
 
 
-def open_site(config: SiteConfig) -> Site:
-    """A silo as it answers: its own copy of the study, its own table, its owner's policy."""
+def open_worker(config: SiteConfig) -> Worker:
+    """What a silo computes with: its own copy of the study, its own table, its folder."""
     study = Study.load(config.study)  # first: it may choose 64 bits
-    policy = Policy.from_table(config.policy)
     own = read(config.data, renamed(study.columns, config.columns, "site.toml, [columns]"))
     config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     enable_cache(config.folder / "programs")
-    worker = Worker(config.name, own, study, config.folder, study.own_counts, study.renumbered)
+    return Worker(config.name, own, study, config.folder, study.own_counts, study.renumbered)
+
+
+def open_site(config: SiteConfig) -> Site:
+    """A silo as it answers, by its owner's policy."""
+    policy, worker = Policy.from_table(config.policy), open_worker(config)
+    study: Any = worker.study
     return Site(worker, study.digest, study.name, config.folder, policy)

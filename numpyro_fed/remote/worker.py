@@ -169,6 +169,17 @@ class Worker:
             raise NotHere("the state that the request begins from is not here: an old request, or another silo's")
         return found.state
 
+    # --- runs that have ended -----------------------------------------------------------------------------------------
+
+    def ended(self) -> dict[str, Path]:
+        """Runs whose fit the server has brought, the newest first, and where it is."""
+        paths = {run: self._folder(run) / "fit.npz" for run in self._on_disk()} if self.folder is not None else {}
+        return {run: path for run, path in paths.items() if path.exists()}
+
+    def opened_run(self, run: str) -> Run:
+        """A run as it was opened here, on the data of now, which must be those of then."""
+        return self._run({"run": run})
+
     # --- runs, in memory and on disk ----------------------------------------------------------------------------------
 
     def _run(self, body: dict[str, Any]) -> "Run":

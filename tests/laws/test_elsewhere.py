@@ -1,0 +1,54 @@
+"""Silos elsewhere: what is said of a run in one process holds of one over bytes."""
+
+from pathlib import Path
+
+import pytest
+from elsewhere import elsewhere
+from runs import COHORT, KEY, Runs, another_program, close, same
+
+import numpyro_fed as nf
+
+pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.filterwarnings("ignore:silo .* was not asked")]
+
+
+def agree(there: nf.Fit, here: nf.Fit) -> None:
+    """Server states and every column of the history, bytes among them; padding differs, and with it rounding."""
+    close(there.state.server, here.state.server, 1e-6, 1e-7)
+    for name, rows in here.history.items():
+        close(there.history[name], rows, 1e-6, 1e-7)
+
+
+def test_elsewhere_is_here(runs: Runs, tmp_path: Path) -> None:
+    """And the bytes that are counted are those that were sent."""
+    silos = elsewhere(runs.method, runs.silos, tmp_path)
+    there = runs.run(silos)
+    agree(there, runs.whole)
+    told = there.ledger().groupby("direction")["bytes"].sum()
+    assert told["up"] == there.history["bytes_up"].sum()
+
+
+@another_program
+def test_a_new_process_for_every_request(runs: Runs, tmp_path: Path) -> None:
+    """Bit for bit the same: all that a silo needs is in its folder."""
+    first = runs.run(elsewhere(runs.method, runs.silos, tmp_path / "one"))
+    again = runs.run(elsewhere(runs.method, runs.silos, tmp_path / "other", fresh=True))
+    same(first.state.server, again.state.server)
+    same({name: rows for name, rows in first.history.items()}, {name: rows for name, rows in again.history.items()})
+
+
+@another_program
+def test_cohorts_elsewhere(runs: Runs, tmp_path: Path) -> None:
+    there = runs.run(elsewhere(runs.method, runs.silos, tmp_path), 3, schedule=COHORT)
+    here = runs.run(runs.silos, 3, schedule=COHORT)
+    agree(there, here)
+
+
+def test_draws_at_the_server(runs: Runs, tmp_path: Path) -> None:
+    """Globals are drawn here; a silo's own are not."""
+    from numpyro_fed.remote.silos import DataElsewhere
+
+    there = runs.run(elsewhere(runs.method, runs.silos, tmp_path), 1)
+    assert there.sample(KEY, 3)
+    if there.split.groups:
+        with pytest.raises(DataElsewhere, match="are in 'york'"):
+            there.sample_local(KEY, 3, silo="york")

@@ -1,0 +1,207 @@
+"""Runs whose silos are elsewhere: what is lost, what goes on, what a silo's owner forbids."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.remote.engine import RemoteError
+from numpyro_fed.remote.policy import Policy
+from numpyro_fed.remote.silos import connect
+
+sys.path.append(str(Path(__file__).parent.parent / "laws"))
+from elsewhere import ALL, Sites, elsewhere, study_of
+
+KEY = jax.random.key(0)
+pytestmark = pytest.mark.filterwarnings("ignore:.*the verdict is")
+
+
+def line(x, y=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 5).expand([2]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(beta[0] + beta[1] * x, 1.0), obs=y)
+
+
+def three(*names: str) -> nf.Silos:
+    found = {}
+    for seed, (name, size) in enumerate({"leeds": 24, "york": 30, "hull": 21}.items()):
+        draws = np.random.default_rng(seed)
+        x = draws.normal(size=size)
+        found[name] = dict(x=x.astype("f"), y=(1 + 2 * x + draws.normal(size=size)).astype("f"))
+    return nf.Silos({name: found[name] for name in names or found})
+
+
+EP, SFVI, FEDAVG = nf.EP(line, tolerance=0), nf.SFVI(line, start_rounds=0), nf.FedAvg(line, start_rounds=0)
+
+
+def run(method: Any, silos: Any, num_rounds: int = 4, **options: Any) -> nf.Fit:
+    return method.run(KEY, silos, num_rounds, progress_bar=False, **options)
+
+
+def same(a: nf.Fit, b: nf.Fit) -> None:
+    for x, y in zip(jax.tree.leaves(a.state.server), jax.tree.leaves(b.state.server), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# --- a silo that is away ----------------------------------------------------------------------------------------------
+
+
+def test_a_silo_that_is_away_for_a_round_is_held(tmp_path: Path) -> None:
+    """Its site stays as it is; the fit is that of a run in one process in which its message was dropped."""
+    silos = elsewhere(EP, three(), tmp_path, quorum=2)
+    post = silos.engine.post.transport
+    rounds: list[int] = []
+
+    def away(number: int) -> bool:
+        return number == rounds[0]
+
+    whole = run(EP, silos)
+    first = next(i for i, told in enumerate(_types(post)) if told == ("rounds", 1))
+    again = elsewhere(EP, three(), tmp_path / "again", quorum=2)
+    post = again.engine.post.transport
+    rounds.append(first + 1)
+    post.away["york"] = away
+    fit = run(EP, again)
+    assert fit.history["took_part"].sum() == whole.history["took_part"].sum() - 1
+    faults = nf.engines.Faults([nf.engines.Fault("york", "drop", rounds=[1])], patience=3)
+    here = run(EP, three(), engine=nf.engines.Loopback(faults=faults))
+    np.testing.assert_allclose(fit.normal().mean, here.normal().mean, rtol=1e-4)  # float32, other padding
+    np.testing.assert_allclose(fit.normal().sds, here.normal().sds, rtol=1e-4)
+
+
+def _types(post: Sites) -> list[Any]:
+    """The purpose and round of every request to the first silo, in order."""
+    from numpyro_fed.remote.envelope import unpack
+
+    found = []
+    for name, request, _ in post.requests:
+        if name == "leeds":
+            asked = unpack(request)
+            worker = post.sites["leeds"].worker
+            purpose = worker.purpose(asked.body) if asked.type == "work" else None
+            found.append(asked.type if purpose is None else (purpose.phase, purpose.round))
+    return found
+
+
+@pytest.mark.parametrize("method", [EP, SFVI, FEDAVG], ids=["EP", "SFVI", "FedAvg"])
+def test_a_silo_that_is_gone_leaves_with_its_term(method: Any, tmp_path: Path) -> None:
+    """With a quorum the run ends, names it, and is the run of the others; the verdict is not fine."""
+    silos = elsewhere(method, three(), tmp_path, quorum=2, patience=2)
+    post = silos.engine.post.transport
+    post.away["york"] = lambda number: number > 8
+    fit = run(method, silos, 40, check=False)
+    assert fit.left == ("york",) and fit.state.names == ("leeds", "hull")
+    assert "york" in fit.verdict.reasons[-1] and fit.verdict.status != "trusted"
+    if method is EP:
+        others = run(EP, three("leeds", "hull"), 40)
+        np.testing.assert_allclose(fit.normal().mean, others.normal().mean, atol=2e-3 * others.normal().sds.max())
+        np.testing.assert_allclose(fit.normal().sds, others.normal().sds, rtol=2e-3)
+
+
+def test_below_the_quorum_it_stops_with_the_fit_so_far(tmp_path: Path) -> None:
+    silos = elsewhere(EP, three(), tmp_path, patience=2)
+    silos.engine.post.transport.away["york"] = lambda number: number > 9
+    with pytest.raises(nf.SiloLostError, match=r"'york' is lost: .*fewer than quorum=3") as told:
+        run(EP, silos, 40, check=False)
+    assert told.value.fit is not None and told.value.fit.num_rounds > 0
+
+
+# --- processes that end -----------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("method", [EP, SFVI], ids=["EP", "SFVI"])
+def test_a_server_that_is_killed_goes_on(method: Any, tmp_path: Path) -> None:
+    """After any number of requests, and with every reply lost that was on its way: bit for bit."""
+    data, count = three(), 6
+    study = study_of(it=method)
+    whole = run(method, connect(study, Sites(study, data, tmp_path / "whole")), count, check=True)
+    total = connect(study, Sites(study, data, tmp_path / "count"))
+    run(method, total, count, check=True)
+    asked = total.engine.post.transport.asked
+    for number in sorted({3, 5, 7, 9, asked // 2, asked - 2}):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        sites = Sites(study, data, folder)
+
+        def ask(requests: Any, timeout: float, sites: Sites = sites, number: int = number) -> Any:
+            found = Sites.ask(sites, requests, timeout)
+            if sites.asked == number:
+                raise Killed  # the silos have answered, and nobody heard it
+            return found
+
+        sites.ask = ask  # type: ignore[method-assign]
+        options: dict[str, Any] = dict(checkpoint=folder / "run.nfc", checkpoint_every=1, check=True)
+        with pytest.raises(Killed):
+            run(method, connect(study, sites), count, **options)
+        again = run(method, connect(study, Sites(study, data, folder)), count, **options)
+        same(again, whole)
+        assert again.verdict.status == whole.verdict.status
+
+
+def test_changed_data_are_refused(tmp_path: Path) -> None:
+    data, study = three(), study_of(it=EP)
+    options: dict[str, Any] = dict(checkpoint=tmp_path / "run.nfc", checkpoint_every=1, check=False)
+    sites = Sites(study, data, tmp_path)
+    sites.away["york"] = lambda number: number > 8
+    with pytest.raises(nf.SiloLostError):
+        run(EP, connect(study, sites, patience=1), 6, **options)
+    other = data.only("leeds", "york", "hull").changed(lambda own: {**own, "y": own["y"] + 1})
+    with pytest.raises(RemoteError, match="its data are not those that this run was opened with"):
+        run(EP, connect(study, Sites(study, other, tmp_path)), 6, **options)
+
+
+# --- what a silo's owner decides --------------------------------------------------------------------------------------
+
+
+def test_a_policy_without_checks_is_in_the_verdict(tmp_path: Path) -> None:
+    policies = {"leeds": ALL, "york": Policy(phases=("survey", "start", "rounds", "closing")), "hull": ALL}
+    fit = run(EP, elsewhere(EP, three(), tmp_path, policy=policies), check=True)
+    assert "not checked" in str(fit.verdict) and "'york'" in str(fit.verdict) and "policy" in str(fit.verdict)
+
+
+def test_a_correction_is_refused_by_default(tmp_path: Path) -> None:
+    fit = run(EP, elsewhere(EP, three(), tmp_path, policy=Policy()), check=True)
+    assert fit.verdict.status == "trusted"
+    with pytest.raises(RuntimeError, match="its policy allows no correction"):
+        fit.correct(KEY)
+    allowed = run(EP, elsewhere(EP, three(), tmp_path / "allowed"), check=True).correct(KEY, 512)
+    here = run(EP, three(), check=True).correct(KEY, 512)
+    np.testing.assert_allclose(allowed.correction.log_evidence, here.correction.log_evidence, atol=1e-3)
+
+
+def test_a_method_that_the_study_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such EP, so silos do not know it: add it"):
+        run(nf.EP(line, damping=0.3), elsewhere(EP, three(), tmp_path))
+
+
+# --- what is made of a fit --------------------------------------------------------------------------------------------
+
+
+def test_without_and_add(tmp_path: Path) -> None:
+    silos = elsewhere(EP, three(), tmp_path)
+    fit = run(EP, silos, check=False)
+    here = run(EP, three(), check=False)
+    for rounds in (0, 2):
+        a, b = (one.without("york", num_rounds=rounds, rng_key=KEY) for one in (fit, here))
+        np.testing.assert_allclose(a.normal().mean, b.normal().mean, rtol=1e-4)
+    two = run(EP, silos.only("leeds", "hull"), check=False)
+    there = two.add(silos.only("york"), num_rounds=2, rng_key=KEY)
+    alone = run(EP, three("leeds", "hull"), check=False).add(three("york"), num_rounds=2, rng_key=KEY)
+    np.testing.assert_allclose(there.normal().mean, alone.normal().mean, rtol=1e-4)
+    assert fit.conflict().table.shape == here.conflict().table.shape
+    assert nf.load(fit.save(tmp_path / "fit"), EP).sample(KEY, 3)
+
+
+def test_other_engines_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="these silos are elsewhere"):
+        run(EP, elsewhere(EP, three(), tmp_path), engine=nf.engines.Vmap())
