@@ -48,10 +48,11 @@ from numpyro_fed.remote.silos import connect
 from numpyro_fed.remote.study import Study
 from numpyro_fed.remote.transport import Direct
 
-folder, method, rounds, out, names = json.loads(sys.argv[1])
+folder, method, rounds, check, out, names = json.loads(sys.argv[1])
 study = Study.load(Path(folder) / names[0] / "study.py")
 sites = {name: open_site(read_site(Path(folder) / name / "site.toml")).handle for name in names}
-study.method(method).run(jax.random.key(0), connect(study, Direct(sites)), rounds, progress_bar=False).save(out)
+silos = connect(study, Direct(sites))
+study.method(method).run(jax.random.key(0), silos, rounds, check=check, progress_bar=False).save(out)
 """
 
 
@@ -74,10 +75,10 @@ def environment(**own: str) -> dict[str, str]:
     return os.environ | dict(PYTHONPATH=path) | own
 
 
-def direct(folder: Path, method: str, rounds: int | None) -> Path:
+def direct(folder: Path, method: str, rounds: int | None, check: bool = True) -> Path:
     """The fit of the same study, of silos of its own."""
     write(folder)
-    told = json.dumps([str(folder / "silos"), method, rounds, str(folder / "fit.npz"), SILOS])
+    told = json.dumps([str(folder / "silos"), method, rounds, check, str(folder / "fit.npz"), SILOS])
     subprocess.run([sys.executable, "-c", DIRECT, told], env=environment(), check=True, timeout=240)
     return folder / "fit.npz"
 
