@@ -69,7 +69,7 @@ class FlareSilo:
 
         return open_site(read_site(path))
 
-    @collab.publish  # type: ignore[misc]
+    @collab.publish  # type: ignore[untyped-decorator]
     def ask(self, request: bytes) -> bytes | str:
         """A reply; as a string, why there is none.
 
@@ -163,9 +163,9 @@ def _read(reply: Any) -> bytes | Failure:
 class FlareServer:
     """The server's end: a study's method, run over the silos of this job.
 
-    The folder ``NUMPYRO_FED_SERVER`` holds ``studies/<study>.py`` and, for each run, ``runs/<run>/`` with the checkpoint
-    and the fit. A job of a run that has a checkpoint goes on from there. The fit goes into the job's results, too, from
-    where whoever submitted the job can download it.
+    The folder ``NUMPYRO_FED_SERVER`` holds ``studies/<study>.py`` and, for each run, ``runs/<run>/``: checkpoint and
+    fit. A job of a run that has a checkpoint goes on from there. The fit goes into the job's results, too, from where
+    whoever submitted the job can download it.
 
     Args:
         study: the name of the server's own copy of the study file.
@@ -200,7 +200,7 @@ class FlareServer:
         self.seed, self.num_rounds, self.timeout, self.quorum = seed, num_rounds, timeout, quorum
         self.checkpoint_every, self.check = checkpoint_every, check
 
-    @collab.main  # type: ignore[misc]
+    @collab.main  # type: ignore[untyped-decorator]
     def main(self) -> None:
         """What FLARE calls."""
         folder = server_folder() / "runs" / self.run
@@ -249,7 +249,9 @@ def server_folder() -> Path:
     """Where this server's studies and runs lie."""
     folder = os.environ.get(SERVER)
     if not folder:
-        raise KeyError(f"{SERVER} is not set: name a folder with studies/ in the environment that FLARE is started from")
+        raise KeyError(
+            f"{SERVER} is not set: name a folder with studies/ in the environment that FLARE is started from"
+        )
     return Path(folder).expanduser()
 
 

@@ -1,7 +1,8 @@
 """Jobs of NVIDIA FLARE: made without code, sent, watched, and sent again when a worker dies.
 
 FLARE ends a whole job when one of its workers dies. The silos keep their states and the server its checkpoint, so
-another job of the same run goes on at the round where the last one ended, bit for bit. :func:`run` does that unattended.
+another job of the same run goes on from there, and ends bit for bit where the first would have ended. :func:`run` does
+that unattended.
 """
 
 import json
@@ -77,7 +78,9 @@ class InstalledRecipe(CollabRecipe):
         super().__init__(name, server=server, client=client, min_clients=len(sites), sync_task_timeout=SYNC)
         self._job.set_app_packages(sorted({type(end).__module__.split(".")[0] for end in (server, client)}))
         self.set_per_site_config({site: {} for site in sites})
-        self.add_server_config({"dead_client_grace_period": 0})  # a dead worker ends the job at once: the next one waits
+        self.add_server_config(
+            {"dead_client_grace_period": 0}
+        )  # a dead worker ends the job at once: the next one waits
 
     @staticmethod
     def _user_source_entries(objs: Any) -> list:
@@ -119,7 +122,7 @@ def simulate(job: Job, workspace: str | Path, classes: Sequence[str] = CLASSES) 
     try:
         recipe(job).run(SimEnv(clients=list(job.silos), workspace_root=str(workspace)))
     except RuntimeError as error:
-        raise RuntimeError(_failed(workspace / job.run, job, str(error))) from error
+        raise RuntimeError(_told(job, _outcome(workspace / job.run).get("failed", str(error)))) from error
     return _results(workspace / job.run, job)
 
 
@@ -153,61 +156,75 @@ def run(
     Raises:
         RuntimeError: the study failed at the server, too few silos are there, or no job gets on.
     """
-    began: list[str] = []  # where jobs began, as digests of checkpoints
+    lead, began = Lead(kit, username, wait), list[str]()  # where jobs began, as digests of checkpoints
     while True:
-        with _session(kit, username, wait) as session:
-            sites = _connected(session, job, wait, told)
-        token = uuid.uuid4().hex  # a submission that is sent twice is one job
-        with tempfile.TemporaryDirectory() as folder:
-            recipe(job, sites).export(folder)
-            identity = _retried(kit, username, wait, lambda at: at.submit_job(str(Path(folder) / job.run), token))
-            told(f"job {identity} of the run {job.run!r} with {', '.join(sites)}")
-            status = _watch(kit, username, wait, identity)
-            found = _retried(kit, username, wait, lambda at: at.download_job_result(identity, folder))
-            outcome = _outcome(Path(found))
-            if status == RunStatus.FINISHED_COMPLETED and outcome.get("done"):
-                shutil.copyfile(_results(Path(found), job), out)
-                told(f"job {identity} is done")
-                return Path(out)
-            if "failed" in outcome:
-                raise RuntimeError(_failed(Path(found), job, ""))
+        identity, status, outcome = _once(lead, job, Path(out), told)
+        if status == RunStatus.FINISHED_COMPLETED and outcome.get("done"):
+            told(f"job {identity} is done")
+            return Path(out)
+        if "failed" in outcome:
+            raise RuntimeError(_told(job, outcome["failed"]))
         began.append(outcome.get("began", ""))
-        idle = sum(1 for at in began if at == began[-1])  # jobs from the same point on
-        told(f"job {identity} ended ({status}): the next one goes on from the checkpoint")
+        idle = began.count(began[-1])  # jobs from the same point on
         if idle > patience:
             raise RuntimeError(
-                f"{idle} jobs of the run {job.run!r} ended without a step forward, the last ({identity}) as {status}: see "
-                "the logs of the server and of the silos"
+                f"{idle} jobs of the run {job.run!r} ended without a step forward, the last ({identity}) as {status}: "
+                "see the logs of the server and of the silos"
             )
+        told(f"job {identity} ended ({status}): the next one goes on from the checkpoint")
         time.sleep(min(60.0, 2.5 * 2**idle) if idle > 1 else 0.0)
 
 
-def _session(kit: str | Path, username: str, wait: float) -> AbstractContextManager[Any]:
-    """A session with FLARE's server, which may be about to start."""
-    end = time.monotonic() + wait
-    while True:
-        try:
-            return closing(new_secure_session(username, str(kit)))
-        except (AuthenticationError, AuthorizationError):
-            raise
-        except Exception as error:
-            if time.monotonic() > end:
-                raise RuntimeError(f"FLARE's server did not answer for {wait:g} s ({type(error).__name__})") from error
-            time.sleep(POLL)
+@dataclass(frozen=True)
+class Lead:
+    """Who submits jobs, and how long FLARE's server is waited for."""
 
+    kit: str | Path
+    username: str
+    wait: float
 
-def _retried(kit: str | Path, username: str, wait: float, what: Callable[[Any], Any]) -> Any:
-    """Do something in a session of its own; once more where the connection was lost on the way."""
-    end = time.monotonic() + wait
-    while True:
-        try:
-            with _session(kit, username, wait) as session:
-                return what(session)
-        except (ConnectionError, TimeoutError) as error:
-            if time.monotonic() > end:
+    def session(self) -> AbstractContextManager[Any]:
+        """With FLARE's server, which may be about to start."""
+        end = time.monotonic() + self.wait
+        while True:
+            try:
+                return closing(new_secure_session(self.username, str(self.kit)))
+            except (AuthenticationError, AuthorizationError):
                 raise
-            warn_user(f"FLARE's server: {type(error).__name__}, trying again")
-            time.sleep(POLL)
+            except Exception as error:
+                if time.monotonic() > end:
+                    told = f"FLARE's server did not answer for {self.wait:g} s ({type(error).__name__})"
+                    raise RuntimeError(told) from error
+                time.sleep(POLL)
+
+    def does(self, what: Callable[[Any], Any]) -> Any:
+        """Something in a session of its own; once more where the connection was lost on the way."""
+        end = time.monotonic() + self.wait
+        while True:
+            try:
+                with self.session() as session:
+                    return what(session)
+            except (ConnectionError, TimeoutError) as error:
+                if time.monotonic() > end:
+                    raise
+                warn_user(f"FLARE's server: {type(error).__name__}, trying again")
+                time.sleep(POLL)
+
+
+def _once(lead: Lead, job: Job, out: Path, told: Callable[[str], Any]) -> tuple[str, str, dict[str, Any]]:
+    """One job, from submission to its end: identity, status and outcome. The fit, where there is one, is written."""
+    sites = lead.does(lambda session: _connected(session, job, lead.wait, told))
+    token = uuid.uuid4().hex  # a submission that is sent twice is one job
+    with tempfile.TemporaryDirectory() as folder:
+        recipe(job, sites).export(folder)
+        identity = lead.does(lambda session: session.submit_job(str(Path(folder) / job.run), token))
+        told(f"job {identity} of the run {job.run!r} with {', '.join(sites)}")
+        status = lead.does(lambda session: _ended(session, identity))
+        found = Path(lead.does(lambda session: session.download_job_result(identity, folder)))
+        outcome = _outcome(found)
+        if outcome.get("done"):
+            shutil.copyfile(_results(found, job), out)
+    return identity, status, outcome
 
 
 def _connected(session: Any, job: Job, wait: float, told: Callable[[str], Any]) -> list[str]:
@@ -231,17 +248,11 @@ def _connected(session: Any, job: Job, wait: float, told: Callable[[str], Any]) 
     return sites
 
 
-def _watch(kit: str | Path, username: str, wait: float, identity: str) -> str:
-    """The status in which a job ended."""
-
-    def ended(session: Any) -> str:
-        while True:
-            status = str(session.get_job_meta(identity).get("status"))
-            if status.startswith("FINISHED"):
-                return status
-            time.sleep(POLL)
-
-    return str(_retried(kit, username, wait, ended))
+def _ended(session: Any, identity: str) -> str:
+    """The status in which a job ended, when it has."""
+    while not (status := str(session.get_job_meta(identity).get("status"))).startswith("FINISHED"):
+        time.sleep(POLL)
+    return status
 
 
 def _outcome(folder: Path) -> dict[str, Any]:
@@ -252,9 +263,10 @@ def _outcome(folder: Path) -> dict[str, Any]:
 def _results(folder: Path, job: Job) -> Path:
     found = sorted(folder.rglob(FIT))
     if not found:
-        raise RuntimeError(_failed(folder, job, f"there is no {FIT} in {folder}: see the logs there"))
+        why = _outcome(folder).get("failed", f"there is no {FIT} in {folder}: see the logs there")
+        raise RuntimeError(_told(job, why))
     return found[0]
 
 
-def _failed(folder: Path, job: Job, otherwise: str) -> str:
-    return f"the run {job.run!r} failed at the server: {_outcome(folder).get('failed', otherwise)}"
+def _told(job: Job, why: str) -> str:
+    return f"the run {job.run!r} failed at the server: {why}"

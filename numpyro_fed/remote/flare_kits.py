@@ -41,17 +41,19 @@ def harden(kit: str | Path, classes: Sequence[str] = CLASSES) -> None:
         kit: the folder that holds ``startup`` and ``local``.
         classes: what a job may be made of.
 
-    ================================  ==================================================================================
-    ``local/resources.json``          ``class_allow_list``, enforced; ``allow_log_streaming`` false and no streamer; at a
-                                      server, jobs and snapshots in the kit's own folder ``storage``, and a silo's
-                                      machine is known to be gone after a minute (by default ten)
-    ``local/authorization.json``      :data:`AUTHORIZATION`
-    ``local/log_config.json``         two lines a call less
-    ================================  ==================================================================================
+    ============================  ======================================================================================
+    ``local/resources.json``      ``class_allow_list``, enforced; ``allow_log_streaming`` false and no streamer; at a
+                                  server, jobs and snapshots in the kit's own folder ``storage``, and a silo's machine
+                                  is known to be gone after a minute (by default ten)
+    ``local/authorization.json``  :data:`AUTHORIZATION`
+    ``local/log_config.json``     two lines a call less
+    ============================  ======================================================================================
     """
     local = Path(kit) / "local"
     if not (local / "resources.json.default").is_file():
-        raise FileNotFoundError(f"{kit} is no startup kit of a server or a client: it has no local/resources.json.default")
+        raise FileNotFoundError(
+            f"{kit} is no startup kit of a server or a client: it has no local/resources.json.default"
+        )
     resources = json.loads((local / "resources.json.default").read_text())
     resources |= dict(class_list_enforcement_mode="enforce", class_allow_list=list(classes))
     if (Path(kit) / "startup" / "fed_server.json").is_file():

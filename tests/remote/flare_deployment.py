@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from numpyro_fed.remote.flare_kits import CLASSES, harden
+from numpyro_fed.remote.flare_kits import CLASSES, GONE, harden
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -67,7 +67,12 @@ class Deployment:
         self.kits = folder / "kits" / "trial" / "prod_00"
         self.lead = self.kits / self.user
         harden(self.kits / "localhost", ["*"])
-        (self.kits / "localhost" / "local" / "authorization.json").unlink()
+        local = self.kits / "localhost" / "local"
+        (local / "authorization.json").unlink()
+        sooner = (
+            (local / "resources.json").read_text().replace(f'"heart_beat_timeout": {GONE}', '"heart_beat_timeout": 20')
+        )
+        (local / "resources.json").write_text(sooner)
         for name in silos:
             harden(self.kits / name, classes)
         python = os.pathsep.join(filter(None, [*map(str, (ROOT, *path)), os.environ.get("PYTHONPATH")]))

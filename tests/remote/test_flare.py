@@ -47,7 +47,9 @@ def test_a_job_holds_names_and_numbers_and_no_code(tmp_path: Path) -> None:
     meta = json.loads(files["asthma-1/meta.json"].read_text())
     assert meta["min_clients"] == 3
     assert {site for sites in meta["deploy_map"].values() for site in sites} == {"server", *SILOS}
-    server = json.loads(next(path for name, path in files.items() if "server" in name and "fed_server" in name).read_text())
+    server = json.loads(
+        next(path for name, path in files.items() if "server" in name and "fed_server" in name).read_text()
+    )
     said = next(part for part in server["components"] if part["path"].endswith("FlareServer"))["args"]
     assert said == dict(study="asthma", method="EP", run="asthma-1", silos=list(SILOS), seed=3)
 
@@ -175,6 +177,7 @@ def test_one_job_at_a_time_is_at_a_run(tmp_path: Path) -> None:
 
 # --- in the simulator -------------------------------------------------------------------------------------------------
 
+
 @contextlib.contextmanager
 def ended(process: subprocess.Popen) -> Iterator[None]:
     """Its whole session ends with it; the simulator's clients have none of their own."""
@@ -188,7 +191,7 @@ def ended(process: subprocess.Popen) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_simulated(tmp_path: Path) -> None:
-    """EP over FLARE is EP over bytes in one process, to the last bit. Each silo opens its own files in its own process."""
+    """EP over FLARE is EP over bytes in one process, to the last bit. Each silo opens its own files, and tells none."""
     flare_study.write(tmp_path)
     fit, work = tmp_path / "fit.npz", tmp_path / "work"
     asked = ["flare-run", "trial", "--silos", ",".join(SILOS), "--simulate", str(work), "--out", str(fit)]

@@ -70,7 +70,7 @@ def reached(deployed: Deployment, name: str) -> int:
 
 
 def test_a_killed_worker_changes_nothing(deployed: Deployment) -> None:
-    """kill -9 of a silo's worker, then of the server's: the run goes on by itself and ends where it would have ended."""
+    """kill -9 of a silo's worker, then of the server's: the run goes on by itself, and ends as if nothing had been."""
     told: list[str] = []
     with ThreadPoolExecutor(1) as pool:
         going = pool.submit(fit, deployed, StandIn("none", "slow", "killed", SILOS), told)
@@ -144,7 +144,7 @@ def test_of_an_error_in_a_silo_the_kind_is_told(deployed: Deployment) -> None:
     good = data.read_text()
     data.write_text(f"broken {CANARY}")
     try:
-        with pytest.raises(RuntimeError, match="failed at the server: RuntimeError: york: error, ValueError$"):
+        with pytest.raises(RuntimeError, match=r"failed at the server: RuntimeError: york: error, ValueError$"):
             fit(deployed, StandIn("none", "fast", "broken", SILOS))
     finally:
         data.write_text(good)
@@ -170,8 +170,11 @@ def test_a_silo_that_is_gone(deployed: Deployment) -> None:
 
 
 def test_no_value_of_a_silo_is_elsewhere(deployed: Deployment) -> None:
-    """In no file of the server's, of the lead's or of FLARE's, archives of jobs opened; after all that went on above."""
-    looked, secrets = 0, [CANARY.encode(), *(one for name in SILOS for one in flare_study.values(deployed.folder, name))]
+    """In no file of the server's, the lead's or FLARE's, archives of jobs opened; after all that went on above."""
+    looked, secrets = (
+        0,
+        [CANARY.encode(), *(one for name in SILOS for one in flare_study.values(deployed.folder, name))],
+    )
     for path in deployed.folder.rglob("*"):
         if path.is_file() and (deployed.folder / "silos") not in path.parents:
             looked += 1
