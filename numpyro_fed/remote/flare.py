@@ -35,7 +35,7 @@ except ImportError as error:
     raise ImportError("numpyro_fed.remote.flare needs nvflare 2.9: pip install 'numpyro-fed[flare]'") from error
 
 SITE, SERVER = "NUMPYRO_FED_SITE", "NUMPYRO_FED_SERVER"  # environment variables of the two ends
-CHECKPOINT, FIT, OUTCOME = "checkpoint.nfc", "fit.npz", "outcome.json"  # files of a run at the server
+CHECKPOINT, FIT, OUTCOME = "checkpoint{}.nfc", "fit.npz", "outcome.json"  # files of a run at the server
 PAUSE = 0.5  # seconds before a silo that could not be reached is tried again
 # A name that may be part of a path: jobs name studies and runs, never files.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
@@ -123,6 +123,7 @@ class FlareTransport:
         self.names = tuple(names)
         self._context = collab.context  # of this thread: others have none
         self._clients = {client.name: client for client in collab.clients}
+        self.connected = tuple(name for name in self.names if name in self._clients)
         self._threads = ThreadPoolExecutor(max(1, len(self.names)), thread_name_prefix="numpyro_fed")
 
     def ask(self, requests: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
@@ -167,6 +168,9 @@ class FlareServer:
     fit. A job of a run that has a checkpoint goes on from there. The fit goes into the job's results, too, from where
     whoever submitted the job can download it.
 
+    Where silos are not connected, and the quorum allows it, the run is one of the others alone, with a checkpoint of
+    its own: its target is their posterior, and the outcome names who is missing.
+
     Args:
         study: the name of the server's own copy of the study file.
         method: the name of one of its methods.
@@ -175,7 +179,7 @@ class FlareServer:
         seed: of the run's key.
         num_rounds: as for the method's ``run``; 0 for its default.
         timeout: seconds to wait for a silo.
-        quorum: as few silos may be left; 0: all are needed.
+        quorum: so few silos will do; 0: all are needed.
         checkpoint_every: rounds between two checkpoints; 0: about ten seconds.
         check: whether silos are asked for densities to judge the fit by.
     """
@@ -208,10 +212,13 @@ class FlareServer:
         folder.mkdir(parents=True, exist_ok=True)
         results.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
-            outcome = dict(began=_digest(folder / CHECKPOINT))
-            _write(results / OUTCOME, outcome)  # now: this process may be killed
             transport = FlareTransport(self.silos)
+            missing = [name for name in self.silos if name not in transport.connected]
+            outcome: dict[str, Any] = dict(began=_digest(folder), missing=missing)
+            _write(results / OUTCOME, outcome)  # now: this process may be killed
             try:
+                if len(transport.connected) < (self.quorum or len(self.silos)):
+                    raise RuntimeError(f"not connected: {', '.join(missing)}")
                 self.infer(folder, transport)
             except RunAborted:
                 raise
@@ -233,12 +240,14 @@ class FlareServer:
 
         study = Study.load(server_folder() / "studies" / f"{self.study}.py")  # first: it may choose 64 bits
         enable_cache(server_folder() / "programs")
+        without = "".join(f"-without-{name}" for name in self.silos if name not in transport.connected)
+        silos = connect(study, transport, names=transport.connected, timeout=self.timeout, quorum=self.quorum or None)
         fit = study.method(self.method).run(
             jax.random.key(self.seed),
-            connect(study, transport, timeout=self.timeout, quorum=self.quorum or None),
+            silos,
             self.num_rounds or None,
             check=self.check,
-            checkpoint=folder / CHECKPOINT,
+            checkpoint=folder / CHECKPOINT.format(without),
             checkpoint_every=self.checkpoint_every or None,
             progress_bar=False,
         )
@@ -266,8 +275,9 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+def _digest(folder: Path) -> str:
+    """Of all that a job can go on from."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.nfc")))).hexdigest()
 
 
 def _write(path: Path, what: Mapping[str, Any]) -> None:

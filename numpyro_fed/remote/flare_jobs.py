@@ -161,6 +161,9 @@ def run(
         identity, status, outcome = _once(lead, job, Path(out), told)
         if status == RunStatus.FINISHED_COMPLETED and outcome.get("done"):
             told(f"job {identity} is done")
+            if outcome["missing"]:
+                missing = ", ".join(outcome["missing"])
+                warn_user(f"the fit is without {missing}, not connected: it is the posterior of the other silos alone")
             return Path(out)
         if "failed" in outcome:
             raise RuntimeError(_told(job, outcome["failed"]))

@@ -28,7 +28,7 @@ builders:
   - path: nvflare.lighter.impl.workspace.WorkspaceBuilder
     args: {{template_file: [master_template.yml]}}
   - path: nvflare.lighter.impl.static_file.StaticFileBuilder
-    args: {{config_folder: config, scheme: {scheme}}}
+    args: {{config_folder: config}}
   - path: nvflare.lighter.impl.cert.CertBuilder
   - path: nvflare.lighter.impl.signature.SignatureBuilder
 """
@@ -52,7 +52,6 @@ class Deployment:
         silos: Sequence[str],
         classes: Sequence[str] = CLASSES,
         path: Sequence[Path] = (HERE,),
-        scheme: str = "http",
     ) -> None:
         self.folder, self.silos, self.mark = folder, tuple(silos), uuid.uuid4().hex
         self.started: list[subprocess.Popen] = []
@@ -60,7 +59,7 @@ class Deployment:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         clients = "\n".join(f"  - {{name: {name}, type: client, org: {name}}}" for name in silos)
-        (folder / "project.yml").write_text(PROJECT.format(port=port, clients=clients, scheme=scheme))
+        (folder / "project.yml").write_text(PROJECT.format(port=port, clients=clients))
         made = ["provision", "-p", str(folder / "project.yml"), "-w", str(folder / "kits")]
         tool = [sys.executable, "-c", "from nvflare.cli import main; main()"]
         subprocess.run([*tool, *made], check=True, capture_output=True, timeout=60)
