@@ -13,10 +13,10 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-slow test-flare lint types tests doctests random-models soak demo bench docs format clean
+.PHONY: help env test test-slow test-flare lint types tests doctests random-models soak demo demo-federation bench docs format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 env: $(STAMP)  ## create .venv with the locked versions and this package in it
 
@@ -76,6 +76,9 @@ soak: $(STAMP)  ## 100,000 rounds, 1,000 runs and 1,000 silos in one process: do
 
 demo: $(STAMP)  ## the six cities example, from data to comparison
 	$(RUN) examples/six_cities.py
+
+demo-federation: $(STAMP)  ## six cities over three silos and a server, each a process of its own; one is killed on the way
+	$(RUN) examples/federation/demo.py
 
 bench: $(STAMP)  ## one table of speed: against NumPyro, NUTS and FedJAX, and as rows, silos and dimensions grow
 	$(RUN) -m benchmarks.bench $(BENCH)

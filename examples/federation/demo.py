@@ -109,25 +109,24 @@ def main(args: argparse.Namespace) -> tuple[float, float]:
     write_folders(folder, port)
     print(f"folders: {folder}")
 
-    silos = {name: command(folder, name, "silo", "--site", "site.toml") for name in SILOS}
     words = ("run", "study.py", "--method", args.method, "--seed", str(args.seed), "--out", "fit.npz")
     rounds = ("--rounds", str(args.rounds)) if args.rounds else ()
-    server = command(folder, "server", *words, *rounds, "--checkpoint-every", "1")
+    started = {name: ("silo", "--site", "site.toml") for name in SILOS}
+    started["server"] = (*words, *rounds, "--checkpoint-every", "1")
+    running = {who: command(folder, who, *words) for who, words in started.items()}
     try:
-        victim = "york"
-        in_rounds = lambda: sum(line["phase"] == "rounds" for line in audit(folder, victim)) >= 2
-        wait_until(in_rounds, [server, *silos.values()], args.patience)
-        silos[victim].send_signal(signal.SIGKILL)
-        silos[victim].wait()
-        print(f"{victim} was killed (-9) after {len(audit(folder, victim))} answers", end="")
-        time.sleep(0.5)
-        silos[victim] = command(folder, victim, "silo", "--site", "site.toml")
+        in_rounds = lambda: sum(line["phase"] == "rounds" for line in audit(folder, "york")) >= 2
+        wait_until(in_rounds, list(running.values()), args.patience)
+        running[args.kill].send_signal(signal.SIGKILL)
+        running[args.kill].wait()
+        print(f"{args.kill} was killed (-9) after {len(audit(folder, 'york'))} answers of york", end="")
+        running[args.kill] = command(folder, args.kill, *started[args.kill])
         print(" and started again")
-        code = server.wait(args.patience)
+        code = running["server"].wait(args.patience)
         if code:
             raise RuntimeError(f"the server ended with exit code {code}: see {folder / 'server' / 'said.txt'}")
     finally:
-        for one in (server, *silos.values()):
+        for one in running.values():
             if one.poll() is None:
                 one.terminate()
                 one.wait()
@@ -181,6 +180,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--method", default="EP")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kill", default="york", choices=[*SILOS, "server"])
     parser.add_argument("--patience", type=float, default=900.0, help="seconds, for the run")
     parser.add_argument("--out", default="out", help="folder")
     return parser

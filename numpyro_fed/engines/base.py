@@ -93,6 +93,11 @@ class TellsSilos(Engine, Protocol):
         ...
 
 
+def tells_silos(engine: Any) -> TellsSilos | None:
+    """The engine, if its silos are elsewhere."""
+    return engine if isinstance(engine, TellsSilos) else None
+
+
 def sent_to(broadcast: Broadcast, j: Any) -> Broadcast:
     """What silo j receives: the common part and its own slice."""
     return Broadcast(broadcast.common, jax.tree.map(lambda leaf: leaf[j], broadcast.each))

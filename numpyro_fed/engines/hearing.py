@@ -19,10 +19,12 @@ class Hearing(NamedTuple):
 
 
 class Gone(Exception):
-    """A silo that is lost for good, and the last good state."""
+    """A silo that is lost for good, or refuses, and the last good state."""
 
-    def __init__(self, silo: str, why: str, server: PyTree, states: tuple, info: dict, done: int) -> None:
-        super().__init__(f"silo {silo!r} is lost: {why}")
+    def __init__(
+        self, silo: str, why: str, server: PyTree, states: tuple, info: dict, done: int, refuses: bool = False
+    ) -> None:
+        super().__init__(f"silo {silo!r} {'refuses' if refuses else 'is lost'}: {why}")
         self.silo, self.why, self.server, self.states, self.info, self.done = silo, why, server, states, info, done
         self.role = ""  # of the phase
         self.round = 0

@@ -43,6 +43,7 @@ class Answer(NamedTuple):
     like: Any  # the structure of its message
     state: Any  # its own, if the message is used
     why: str = ""  # where there is no reply: why
+    refuses: bool = False  # and to ask again is of no use
 
 
 @dataclass
@@ -56,12 +57,13 @@ class Log:
     heard: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)  # bytes of their messages
     refused: list[tuple[str, str, int]] = field(default_factory=list)  # whose, why, bytes
+    refuse: set[str] = field(default_factory=set)  # who do not answer this, however often they are asked
 
     def why(self, silo: str) -> str:
         """The last reason against a silo's replies."""
         return next((why for name, why, _ in reversed(self.refused) if name == silo), "it did not reply")
 
-    def refuse(self, silo: str, why: str) -> None:
+    def take_back(self, silo: str, why: str) -> None:
         """A message that had been let in."""
         self.heard.discard(silo)
         self.refused.append((silo, why, self.sizes[silo]))
@@ -156,9 +158,10 @@ class Listening:
             question = Question(algorithm, key, first + i, 0, stack, silos, inner(server), sent, received, effort)
             messages, moved = self._heard(question, server, log)
             for j in cohort.tolist():
-                if j not in messages and self._waits(algorithm, server, j):
-                    name = stack.names[j]
-                    raise Gone(name, log.why(name), inner(server), silos, _together(rows), len(rows))
+                name = stack.names[j]
+                if name in log.refuse or (j not in messages and self._waits(algorithm, server, j)):
+                    ended = inner(server), silos, _together(rows), len(rows)
+                    raise Gone(name, log.why(name), *ended, refuses=name in log.refuse)
             silos = moved
             server, info = self._moved(algorithm, server_key, server, messages, cohort, cohorts is None, log)
             rows.append({**info, **log.told()})
@@ -189,7 +192,9 @@ class Listening:
                     continue
                 if answer.why:
                     log.refused.append((name, answer.why, 0))
-                if self._waits(question.algorithm, server, j):
+                if answer.refuses:
+                    log.refuse.add(name)
+                elif self._waits(question.algorithm, server, j):
                     again[j] = sent
             if not again:
                 break
@@ -224,7 +229,7 @@ class Listening:
             good = lambda j: not not_finite(step(server, {i: m for i, m in messages.items() if i != j})[0].server)
             bad = [j for j in messages if good(j)] or list(messages)
             for j in bad:
-                log.refuse(log.names[j], "the server's state would not be finite with it")
+                log.take_back(log.names[j], "the server's state would not be finite with it")
             found, info = step(server, {i: m for i, m in messages.items() if i not in bad})
         return found, info
 

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import Left, Plan, Posterior, Program
 from numpyro_fed.checks import check_cohorts, check_count, check_key, warn_user
-from numpyro_fed.engines.base import Engine, TellsSilos
+from numpyro_fed.engines.base import Engine, tells_silos
 from numpyro_fed.engines.choose import check_engine, default_engine
 from numpyro_fed.engines.hearing import Gone
 from numpyro_fed.engines.stale import current
@@ -136,7 +136,7 @@ class Method:
             num_rounds = check_count("num_rounds", num_rounds)
         engine = default_engine(silos) if engine is None else engine
         plan = self._plan(silos, schedule, num_rounds, engine, check)
-        elsewhere = engine if isinstance(engine, TellsSilos) else None
+        elsewhere = tells_silos(engine)
         began, saved = time.perf_counter(), Unsaved()
         if checkpoint is not None:
             where = getattr(engine, "identity", engine)
@@ -231,11 +231,13 @@ def _again(method: Method, engine: Engine, rng_key: Any, silos: Any, num_rounds:
 def _fresh(method: Method, engine: Engine, rng_key: Any, silos: Any) -> Fresh:
     """States of the method's rounds on other silos, before the first."""
     plan = Plan(names=silos.names)
-    engine = engine.bound(method, silos, "") if isinstance(engine, TellsSilos) else engine
+    elsewhere = tells_silos(engine)
+    if elsewhere is not None:
+        engine = elsewhere = elsewhere.bound(method, silos, "")
     split, survey, stack, _ = method.prepare(silos, engine)
     program = _numbered(method.compile(split, survey, plan))
-    if isinstance(engine, TellsSilos):
-        engine.agree(survey, plan, program)
+    if elsewhere is not None:
+        elsewhere.agree(survey, plan, program)
     phase = next(phase for phase in program.phases if phase.role == "rounds")
     runner = Runner(engine, check_key(rng_key), stack, split, as_schedule(None), False, "")
     server, states = runner.begun(phase, runner.key)

@@ -84,9 +84,9 @@ class Audit:
         except ValueError:
             return ["not of the wire codec"]
         if any(leaf.checksum not in self._known for leaf in leaves):
-            # A path that is not a key begins with a dot, which a field's name leaves out; the only leaf has no path.
+            # A path that is not a key begins with a dot, which a field's name leaves out; an only leaf has no path.
             for name in self._names():
-                for path in ("",) if name == "value" else (name, f".{name}"):
+                for path in (name, f".{name}", *([""] if name == "value" else [])):
                     self._known[zlib.crc32(path.encode())] = name
         found = [
             f"{self._known.get(leaf.checksum, f'#{leaf.checksum:08x}')} {leaf.dtype}{list(leaf.shape)}"

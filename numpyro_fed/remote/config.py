@@ -12,7 +12,7 @@ relative to the file. A silo's::
     smoke = "mother_smokes"
 
     [policy]                      # what may leave (numpyro_fed.remote.policy)
-    correct = true
+    most_rounds = 200
 
     [server]                      # over a network
     address = "coordinator.example.org:7433"

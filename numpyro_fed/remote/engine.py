@@ -41,6 +41,7 @@ from numpyro_fed.remote.transport import Failure
 Request = tuple[str, dict[str, Any], bytes]
 
 
+FINAL = ("refused", "mismatch")  # kinds of failure that asking again does not mend
 TIDY = 8  # rounds after which silos let go of states that nobody will ask for
 
 
@@ -164,6 +165,7 @@ class Memory:
         self.begun: dict[tuple, dict[str, str]] = {}  # {recipe: states before the chunk of rounds that goes on}
         self.pinned: list[dict[str, str]] = []
         self.structures: dict[tuple, str] = {}  # of what is sent, as each silo was told
+        self.started: set[tuple] = set()  # recipes of phases that began with fresh states
         self.messages: dict[tuple, Any] = {}  # {recipe: what a message looks like}
 
     def keep(self, silo: str) -> list[str]:
@@ -192,6 +194,7 @@ class RemotePhase:
 
     @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
+        self.memory.started.add(self.phase.recipe)
         server_key = folded(folded(key, START), SERVER)
         server = init_server(algorithm, server_key)
         broadcast = jax.device_get(broadcast_of(algorithm, server_key, server))
@@ -233,10 +236,9 @@ class RemotePhase:
             received = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key, s), 0), server)
             return shapes_of(algorithm.init_silo, key, received, data)
 
-        found = fresh(algorithm, server)
-        if self.phase.role != "check" or self.memory.rounds is None or jax.tree.leaves(found):
-            return found
         rounds = self.memory.rounds
+        if self.phase.role != "check" or rounds is None or self.phase.recipe in self.memory.started:
+            return fresh(algorithm, server)
         return fresh(rounds, shapes_of(rounds.init, key))
 
     def entered(self, silos: tuple, stack: Stack) -> None:
@@ -260,7 +262,7 @@ class RemotePhase:
             body, _ = bodies[names[j]]
             reply = said[names[j]]
             if isinstance(reply, Failure):
-                found[j] = Answer([], None, None, reply.told)
+                found[j] = Answer([], None, None, reply.told, reply.kind in FINAL)
                 continue
             after: Any = ()
             if before:
@@ -310,11 +312,10 @@ class RemotePhase:
             said = self.engine.told("work", left)
             failed = {name: why for name, why in said.items() if isinstance(why, Failure)}
             left = {name: bodies[name] for name in failed}
-            if not left:
+            if not left or any(why.kind in FINAL for why in failed.values()):
                 break
-        for name in stack.names:
-            if name in left:
-                raise Gone(name, failed[name].told, server, (), {}, 0)
+        for name in sorted(left, key=lambda name: failed[name].kind not in FINAL):
+            raise Gone(name, failed[name].told, server, (), {}, 0, refuses=failed[name].kind in FINAL)
         made = {name: name_of(*request) for name, request in bodies.items()}
         self.memory.last[(*self.phase.recipe, next(iter(bodies.values()))[0]["do"])] = made
         return tuple(Elsewhere(np.stack([as_row(made[name]) for name in bucket.names])) for bucket in stack.buckets)

@@ -59,10 +59,11 @@ class Policy:
             meta-analysis.
         check_rows: a silo with fewer rows answers no check, nor what is like it. A check of a model with few sufficient
             statistics tells them, at every 256 points anew: below 20 rows that is nearly the rows themselves.
-        most_rounds: of a study, over all its runs: starts, rounds and closings. The default lets SFVI run ten times.
+        most_rounds: of a study, over all its runs: requests of starts, rounds and closings. The default lets SFVI run
+            ten times.
         most_messages: of a study, over all its runs, of any kind; answers that were errors count, too.
-        most_points: of a study, over all its runs: points of checks and the like. The default is ten checks of the
-            largest size, 2048.
+        most_points: of a study, over all its runs: points of checks and the like. A check and a correction ask for the
+            same numbers; how many is what tells them apart. The default is ten checks of the largest size, 2048.
         copies: whether the audit log keeps a copy of everything that left.
 
     >>> Policy.from_table({"phases": ["survey", "rounds"], "most_rounds": 100}).most_rounds
@@ -100,6 +101,8 @@ class Policy:
         """The policy that a TOML table says; what it does not say is as by default."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in table:
+            if name in PHASES:
+                raise ValueError(f"{name!r} is a phase: name all that you allow, phases = [..., {name!r}]")
             if name not in known:
                 raise ValueError(f"a policy has no {name!r}{_nearest(name, known)} It has {', '.join(known)}")
         return cls(**table)

@@ -11,12 +11,14 @@ import jax
 from numpyro_fed.algorithm import FederatedAlgorithm, Plan
 from numpyro_fed.data.inputs import checked_arguments
 from numpyro_fed.data.silos import Silos, at_silo
+from numpyro_fed.engines import wire
 from numpyro_fed.files import replace_file
 from numpyro_fed.host import folded, zeros_like
 from numpyro_fed.keys import identity
 from numpyro_fed.methods.base import Method
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.precision import UNOPTIMISED, for_rounds, in_user_precision
+from numpyro_fed.remote.envelope import MOST_PAYLOAD
 from numpyro_fed.remote.errors import ToldError
 from numpyro_fed.remote.opening import Agreed, agreed, description, from_json, opened, settled, silos_like
 from numpyro_fed.remote.recipes import Made, Recipe, made
@@ -111,6 +113,8 @@ class Run:
             raise NotHere("the server does not tell the structure of what it sends")
         like = _like(known)
         if do == "start" and not payload:  # nothing of it is looked at
+            if wire.num_bytes(like) > MOST_PAYLOAD:
+                raise ValueError("the server tells the structure of more than it could send")
             return zeros_like(like)
         return arrays_of(payload, like)
 

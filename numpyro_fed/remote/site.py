@@ -29,7 +29,7 @@ from numpyro_fed.remote.policy import Purpose as Purpose
 
 # Requests before the first and after the last that asks for work; all others have a purpose.
 HANDSHAKE = ("hello", "open", "agree", "end")
-MOST_KIND = 60  # characters of the name of an error
+MOST_KIND, MOST_TOLD = 60, 700  # characters of the name of an error, of its text: a server may be quoted in it
 _NAME = re.compile(r"[A-Za-z][A-Za-z_]*")
 # What may be said of errors that are nobody's data.
 PLAIN = {
@@ -178,7 +178,7 @@ class Site:
 
     def _error(self, error: BaseException, run: str, sequence: int, answers: str) -> Envelope:
         """What may leave of an error: its kind, and a text where the text is nobody's data."""
-        told = error.told if isinstance(error, ToldError) else ""
+        told = error.told[:MOST_TOLD] if isinstance(error, ToldError) else ""
         plain = (text for kind, text in PLAIN.items() if isinstance(error, kind))
         body = {"kind": _kind(error), "why": told or next(plain, "")}
         return self._envelope("error", run, sequence, answers, body)

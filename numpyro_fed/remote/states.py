@@ -30,6 +30,10 @@ class Elsewhere(NamedTuple):
 
     name: Any  # uint8 (silos, NAME_BYTES)
 
+    @property
+    def elsewhere(self) -> bool:
+        return True
+
 
 def name_of(body: dict[str, Any], payload: bytes) -> str:
     """Of what a request makes: hex. What to keep of earlier states, and how to read the payload, are not part of it."""

@@ -65,11 +65,17 @@ class Worker:
         self.told = {"own_counts": sorted(own_counts), "renumbered": sorted(renumbered)}
         self.data_digest = digest_of(dict(self.own))
         self.runs: dict[str, Run] = {}
+        self._message: Any = ()  # the last
 
     @property
     def rows(self) -> int:
         """Of the longest of its arrays."""
         return max((leaf.shape[0] for _, leaf in leaves(self.own) if np.ndim(leaf)), default=1)
+
+    @property
+    def fields(self) -> list[str]:
+        """Names of the leaves of the last message, for the audit log: a payload has but their checksums."""
+        return [field.name for field in wire.fields(self._message)]
 
     def purpose(self, body: dict[str, Any]) -> Purpose:
         """What a request for work is for, from its recipe."""
@@ -142,7 +148,7 @@ class Worker:
                 key = silo_key(folded(_key(body), _whole(body, "round")), self.name)
                 before = states[0] if states else ()
                 message, state = run.step(recipe, body["effort"], key, given, before)
-                reply = wire.encode(message)
+                reply, self._message = wire.encode(message), message
                 if not states:  # it has none, and does not need to remember that it was asked
                     return {}, reply
                 state = before if not_finite(state) else state

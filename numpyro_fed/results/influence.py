@@ -237,7 +237,8 @@ def _states(fit: Fitted, posterior: HasParts, fresh: Fresh, b: int) -> PyTree:
             own = fresh.split.partition.lengths(name)
             place = lambda group, padded, own=own: real_rows(group, own, padded)
             rows = {g.name: (place(g, fit.padded[was]), place(g, fresh.padded[b])) for g in fresh.split.groups}
-            state = posterior.joined_silo(state, old, rows)
+            here = not getattr(old, "elsewhere", False)
+            state = posterior.joined_silo(state, old, rows) if here else old  # a silo elsewhere pads by itself
         out.append(state)
     with jax.enable_x64(True):
         return jax.tree.map(lambda *rows: jnp.stack(rows), *out)

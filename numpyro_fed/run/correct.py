@@ -24,6 +24,7 @@ from scipy.special import logsumexp
 
 from numpyro_fed.checks import check_count, check_key
 from numpyro_fed.engines.base import Engine
+from numpyro_fed.engines.hearing import Gone
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.results.correction import Corrected, CorrectedPosterior, Correction
@@ -32,6 +33,7 @@ from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.importance import pareto_smoothed, proposal, scrambling
 from numpyro_fed.results.summary import described
 from numpyro_fed.run.books import Record
+from numpyro_fed.run.lost import SiloLostError
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.run.target import exact_marginal, log_target
 from numpyro_fed.schedules import as_schedule
@@ -54,7 +56,10 @@ def correct(default: Engine, fit: Fit, rng_key: Any, num_points: int, engine: En
     log_p = np.zeros(0) if known is None else np.asarray(known.log_target)[: len(points)]
     if len(log_p) < len(points):
         marginal = exact_marginal(split, fit.survey, fit.uncorrected.posterior)
-        more = log_target(runner, "correct", marginal, points[len(log_p) :], len(log_p), mean, theta)
+        try:
+            more = log_target(runner, "correct", marginal, points[len(log_p) :], len(log_p), mean, theta)
+        except Gone as gone:
+            raise SiloLostError(f"{gone}. The fit is not corrected") from None
         if more is None:
             raise KeyboardInterrupt
         log_p = np.concatenate([log_p, more.log_p])

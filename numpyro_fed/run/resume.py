@@ -7,7 +7,7 @@ import jax
 
 from numpyro_fed.algorithm import Left, Phase, Program
 from numpyro_fed.engines import wire
-from numpyro_fed.engines.base import Sent
+from numpyro_fed.engines.base import Sent, tells_silos
 from numpyro_fed.host import real_dtype
 from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.results.fit import Fit
@@ -54,7 +54,8 @@ def check_start(init_state: Any, names: Any) -> None:
 def _from_fit(fit: Fit, states: tuple, runner: Runner) -> Start:
     warm = warm_start(fit.posterior, fit.split, fit.state.server)
     local = None
-    if runner.split.groups and hasattr(fit.posterior, "local_start") and states:
+    here = tells_silos(runner.engine) is None  # silos elsewhere do not know the other fit's method
+    if here and runner.split.groups and hasattr(fit.posterior, "local_start") and states:
         sent = warm._replace(source=None)
         found = runner.engine.in_silos(partial(_local_start, fit.posterior), sent, runner.stack, states)
         runner.books.ahead("start", Sent(down=wire.fields(sent)), len(runner.stack.names))
@@ -84,7 +85,10 @@ def _onwards(given: State, states: tuple, method: str, program: Program, runner:
     phase: Phase = next(phase for phase in program.phases if phase.role == "rounds")
     shapes = fresh_shapes(runner, phase.algorithm)
     hint = "init_state was made with other settings or data; pass the Fit itself to start from it"
-    check_shapes((server, states), shapes, hint)
+    if tells_silos(runner.engine) is not None:  # the states are elsewhere
+        check_shapes(server, shapes[0], hint)
+    else:
+        check_shapes((server, states), shapes, hint)
     runner.round = given.round
     return Left(server=server), states, None
 

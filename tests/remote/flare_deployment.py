@@ -1,6 +1,8 @@
 """A FLARE deployment on this machine: certificates, a server and three silos in processes of their own."""
 
+import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -10,10 +12,11 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from flare_study import environment
+
 from numpyro_fed.remote.flare_kits import CLASSES, GONE, harden
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+LONGEST = 1200.0  # seconds for a deployment: then everything is ended, and whoever waits for it fails
 MARK = "NUMPYRO_FED_TEST_DEPLOYMENT"
 
 PROJECT = """
@@ -35,13 +38,12 @@ builders:
 
 
 class Deployment:
-    """Started on entering; whatever happens, no process is left on leaving.
+    """Started on entering; no process is left on leaving, nor when the one who entered is killed.
 
     Args:
         folder: where all of it lies; ``folder/silos/<name>/site.toml`` is there already.
         silos: their names.
         classes: what silos allow. The server allows anything: silos do not rely on it.
-        path: for PYTHONPATH, beside the package.
     """
 
     user = "lead@example.org"
@@ -51,10 +53,10 @@ class Deployment:
         folder: Path,
         silos: Sequence[str],
         classes: Sequence[str] = CLASSES,
-        path: Sequence[Path] = (HERE,),
     ) -> None:
         self.folder, self.silos, self.mark = folder, tuple(silos), uuid.uuid4().hex
         self.started: list[subprocess.Popen] = []
+        self.watchdog: subprocess.Popen | None = None
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -74,12 +76,17 @@ class Deployment:
         (local / "resources.json").write_text(sooner)
         for name in silos:
             harden(self.kits / name, classes)
-        python = os.pathsep.join(filter(None, [*map(str, (ROOT, *path)), os.environ.get("PYTHONPATH")]))
         # the scripts of a kit call python3
         tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-        self.environment = os.environ | {"PYTHONPATH": python, "PATH": tools, MARK: self.mark}
+        self.environment = environment(PATH=tools) | {MARK: self.mark}
 
     def __enter__(self) -> "Deployment":
+        self.watchdog = subprocess.Popen(
+            [sys.executable, __file__, self.mark, str(LONGEST)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            env=environment(),
+        )
         try:
             self.start("localhost", NUMPYRO_FED_SERVER=str(self.folder / "server"))
             for name in self.silos:
@@ -108,15 +115,7 @@ class Deployment:
 
     def processes(self, word: str = "") -> list[int]:
         """Processes of this deployment, workers in sessions of their own included, whose command has a word."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"{MARK}={self.mark}".encode() in (path / "environ").read_bytes():
-                    if word.encode() in (path / "cmdline").read_bytes():
-                        found.append(int(path.name))
-            except OSError:  # it has just ended, or is another user's
-                continue
-        return sorted(found)
+        return marked(self.mark, word)
 
     def worker(self, name: str) -> int | None:
         """The process that runs a silo's part of the job."""
@@ -125,15 +124,39 @@ class Deployment:
         return next((pid for pid in there if pid in jobs), None)
 
     def end(self) -> None:
-        for _ in range(50):
-            left = self.processes()
-            for pid in left:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-            if not left:
-                break
-            time.sleep(0.1)
+        end(self.mark)
         for process in self.started:
             process.wait(timeout=10)
+        if self.watchdog is not None and self.watchdog.stdin is not None:
+            self.watchdog.stdin.close()  # which it waits for
+            self.watchdog.wait(timeout=10)
+
+
+def marked(mark: str, word: str = "") -> list[int]:
+    """Processes that inherited a mark and whose command has a word."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (path / "environ").read_bytes():
+                if word.encode() in (path / "cmdline").read_bytes():
+                    found.append(int(path.name))
+        except OSError:  # it has just ended, or is another user's
+            continue
+    return sorted(found)
+
+
+def end(mark: str) -> None:
+    """Kill processes with a mark, until there is none: they may start others meanwhile."""
+    for _ in range(50):
+        left = marked(mark)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            return
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":  # the watchdog: outlives the one who started it, and the time that was given
+    select.select([sys.stdin], [], [], float(sys.argv[2]))
+    end(sys.argv[1])

@@ -5,6 +5,7 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -42,12 +43,16 @@ def test_a_line_tells_what_left(tmp_path: Path) -> None:
     assert not (york.folder / "copies").exists()
 
 
+class Valued(NamedTuple):
+    value: int
+
+
 def test_names_are_found_by_their_checksums(tmp_path: Path) -> None:
     """Those of a NamedTuple begin with a dot in a path, the only leaf has none; a worker learns names on the way."""
     worker = StandIn()
     worker.fields = ()
     york = site(tmp_path, worker)
-    for tree in ({"gradient": np.ones(2)}, Count(1, 2, 3), np.float32(1)):
+    for tree in ({"gradient": np.ones(2)}, Count(1, 2, 3), np.float32(1), Valued(1)):
         worker.fields = tuple(field.name for field in wire.fields(tree))
         ask(york, payload=wire.encode(tree))
     worker.fields = ()
@@ -58,9 +63,10 @@ def test_names_are_found_by_their_checksums(tmp_path: Path) -> None:
     assert found[0] == ["['gradient'] float64[2]"]
     assert found[1] == ["rounds int32[]", "messages int32[]", "points int32[]"]
     assert found[2] == ["value float32[]"]
-    assert found[3][0].startswith("#") and found[3][0].endswith(" float64[2]")
-    assert found[4] == ["not of the wire codec"]
-    assert len(found[5]) == 101 and found[5][-1] == "and 20 more"
+    assert found[3] == ["value int32[]"]
+    assert found[4][0].startswith("#") and found[4][0].endswith(" float64[2]")
+    assert found[5] == ["not of the wire codec"]
+    assert len(found[6]) == 101 and found[6][-1] == "and 20 more"
 
 
 def test_copies_on_request_are_what_left(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -38,7 +37,6 @@ pytestmark = [
 ]
 
 CANARY = "58131-canary"
-LONGEST = 900.0  # seconds for all of this file: then everything is ended, and what still runs fails
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +45,8 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     flare_study.write(folder)
     for name in SILOS:
         (folder / "silos" / name / "data.csv").write_text(f"{CANARY} {name}")
-    deployment = Deployment(folder, SILOS, STAND_INS)
-    watchdog = threading.Timer(LONGEST, deployment.end)
-    watchdog.daemon = True
-    watchdog.start()
-    try:
-        with deployment:
-            yield deployment
-    finally:
-        watchdog.cancel()
+    with Deployment(folder, SILOS, STAND_INS) as deployment:
+        yield deployment
     assert deployment.processes() == []
 
 

@@ -29,6 +29,7 @@ def test_a_table_is_a_policy() -> None:
     [
         ({"phase": ["check"]}, "a policy has no 'phase', did you mean 'phases'? It has studies, phases,"),
         ({"max_rounds": 3}, "a policy has no 'max_rounds', did you mean 'most_rounds'?"),
+        ({"correct": True}, "'correct' is a phase: name all that you allow, phases = [..., 'correct']"),
         ({"xyz": 3}, "a policy has no 'xyz'. It has"),
         ({"phases": ["chekc"]}, "there is no phase 'chekc', did you mean 'check'? There are survey, start,"),
         ({"phases": "check"}, "phases must be a list of names, got 'check': write phases = [\"...\"]"),
