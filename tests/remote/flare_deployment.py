@@ -1,23 +1,20 @@
 """A FLARE deployment on this machine: certificates, a server and three silos in processes of their own."""
 
-import contextlib
 import os
-import select
-import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+import flare_watchdog
 from flare_study import environment
+from flare_watchdog import MARK, end, marked
 
 from numpyro_fed.remote.flare_kits import CLASSES, GONE, harden
 
 LONGEST = 1200.0  # seconds for a deployment: then everything is ended, and whoever waits for it fails
-MARK = "NUMPYRO_FED_TEST_DEPLOYMENT"
 
 PROJECT = """
 api_version: 3
@@ -82,10 +79,9 @@ class Deployment:
 
     def __enter__(self) -> "Deployment":
         self.watchdog = subprocess.Popen(
-            [sys.executable, __file__, self.mark, str(LONGEST)],
+            [sys.executable, flare_watchdog.__file__, self.mark, str(LONGEST)],
             stdin=subprocess.PIPE,
             start_new_session=True,
-            env=environment(),
         )
         try:
             self.start("localhost", NUMPYRO_FED_SERVER=str(self.folder / "server"))
@@ -130,33 +126,3 @@ class Deployment:
         if self.watchdog is not None and self.watchdog.stdin is not None:
             self.watchdog.stdin.close()  # which it waits for
             self.watchdog.wait(timeout=10)
-
-
-def marked(mark: str, word: str = "") -> list[int]:
-    """Processes that inherited a mark and whose command has a word."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={mark}".encode() in (path / "environ").read_bytes():
-                if word.encode() in (path / "cmdline").read_bytes():
-                    found.append(int(path.name))
-        except OSError:  # it has just ended, or is another user's
-            continue
-    return sorted(found)
-
-
-def end(mark: str) -> None:
-    """Kill processes with a mark, until there is none: they may start others meanwhile."""
-    for _ in range(50):
-        left = marked(mark)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not left:
-            return
-        time.sleep(0.1)
-
-
-if __name__ == "__main__":  # the watchdog: outlives the one who started it, and the time that was given
-    select.select([sys.stdin], [], [], float(sys.argv[2]))
-    end(sys.argv[1])
