@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ class Federation:
     def answers(self) -> list[dict]:
         """Of york, in the method's rounds."""
         return [line for line in demo.audit(self.folder, "york") if line["phase"] == "rounds"]
+
+    def reached(self, number: int) -> bool:
+        """So many answers, or the end."""
+        return len(self.answers()) >= number or self.running["server"].poll() is not None
 
     def finished(self, seconds: float = 3600.0) -> nf.Fit:
         code = self.running["server"].wait(seconds)
@@ -131,7 +136,7 @@ def kills(args: argparse.Namespace) -> None:
             for who in run.words:
                 run.start(who)
             for number in at:
-                _wait(lambda number=number: len(run.answers()) >= number or run.running["server"].poll() is not None)
+                _wait(partial(run.reached, number))
                 if run.running["server"].poll() is not None:
                     break
                 who = draws.choice(victims)

@@ -101,6 +101,13 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--seed", type=int, default=0, help="of the draws")
     one.add_argument("--run", help="which run, as the audit log names it; by default the last that has ended")
 
+    one = _command(commands, "alone", at_silo.alone, "fit this silo's data by themselves, in the silo")
+    one.add_argument("--site", required=True, help="site.toml")
+    one.add_argument("--method", default="SFVI", help="one of the study's methods; by default SFVI")
+    one.add_argument("--rounds", type=int, help="by default the method's number")
+    one.add_argument("--seed", type=int, default=0, help="of the run's random numbers")
+    one.add_argument("--out", help="where the fit is saved")
+
     one = _command(commands, "keygen", at_silo.keygen, "make keys: a silo's secret for TCP, or keys that sign files")
     one.add_argument("name", help="of the silo, or server")
     one.add_argument("--out", default=".", help="folder")
