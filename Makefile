@@ -13,7 +13,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-slow lint types tests doctests random-models soak demo demo-federation bench docs format clean
+.PHONY: help env test test-slow test-flare lint types tests doctests random-models soak demo demo-federation bench docs format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,17 @@ tests: $(STAMP)  ## the test suite without slow tests
 test-slow: $(STAMP)  ## slow tests: experiments of papers, accuracy, examples, every kind of model
 	@$(FIRST_IMPORT)
 	$(PYTEST) -m slow tests
+	$(MAKE) test-flare
+
+# NVIDIA FLARE brings thirty packages: they lie in a folder of their own, and .venv stays as it is.
+FLARE := $(VENV)/flare
+
+$(FLARE)/.installed: requirements-flare.lock $(STAMP)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(FLARE) --requirement $<
+	@touch $@
+
+test-flare: $(FLARE)/.installed  ## NVIDIA FLARE as a transport: its simulator, and a deployment with certificates
+	PYTHONPATH=$(abspath $(FLARE)) $(RUN) -m pytest tests/remote/test_flare.py tests/remote/test_flare_deployment.py
 
 # On their own: the doctests run in the plain settings of a user, the tests in strict ones.
 doctests: $(STAMP)  ## the examples in the docstrings

@@ -1,5 +1,6 @@
 """What tests and doctests share: how programs are compiled, and the names that every doctest knows."""
 
+import importlib.util
 import os
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib: no test opens a window
@@ -23,6 +24,10 @@ import optax
 import pytest
 
 import numpyro_fed as nf
+
+# Modules that an extra is needed for: without it they cannot be looked into for doctests.
+if importlib.util.find_spec("nvflare") is None:
+    collect_ignore = ["numpyro_fed/remote/flare.py", "numpyro_fed/remote/flare_jobs.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

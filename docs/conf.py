@@ -9,3 +9,4 @@ html_theme = "furo"
 exclude_patterns = ["_build"]
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["nvflare"]  # an extra that the documentation is built without

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from numpyro_fed.checks import VerdictWarning
-from numpyro_fed.remote import at_server, at_silo
+from numpyro_fed.remote import at_flare, at_server, at_silo
 
 EXAMPLES = """
 in a silo:
@@ -24,6 +24,9 @@ without a network:
   numpyro-fed round study/ --method EP --out requests/
   numpyro-fed silo-step --site site.toml requests/ replies/
   numpyro-fed round study/ --absorb replies/ --out requests/
+over NVIDIA FLARE:
+  numpyro-fed flare-kit leeds/                    a site's rules, in its startup kit
+  numpyro-fed flare-run asthma --silos leeds,york --kit lead/ --user lead@example.org --out fit.npz
 """
 
 
@@ -71,6 +74,22 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--fit", help="where the fit is saved, in the end; by default in the run's folder")
     one.add_argument("--lost", action="append", metavar="SILO", help="wait for this silo no longer")
     one.add_argument("--again", action="append", metavar="SILO", help="ask this silo again what it failed at")
+
+    one = _command(commands, "flare-kit", at_flare.kit, "write a site's own rules into its FLARE startup kit")
+    one.add_argument("kit", nargs="+", help="a folder that holds startup and local")
+
+    one = _command(commands, "flare-run", at_flare.run, "run a study over FLARE: submit, watch, submit again")
+    one.add_argument("study", help="the name of the server's copy of the study file, without .py")
+    one.add_argument("--silos", required=True, help="who takes part, by their FLARE names: leeds,york,hull")
+    one.add_argument("--name", default="run", help="of the run: the same to go on with it, another for another")
+    _settings(one, "EP", 0)
+    one.add_argument("--out", default="fit.npz", help="where the fit is saved")
+    one.add_argument("--checkpoint-every", type=int, help="rounds between two writes; by default about ten seconds")
+    one.add_argument("--timeout", type=float, default=600.0, help="seconds that a silo is waited for")
+    one.add_argument("--wait", type=float, default=300.0, help="seconds for silos, or the server, to be there")
+    one.add_argument("--kit", help="your own startup kit")
+    one.add_argument("--user", help="your name in it")
+    one.add_argument("--simulate", metavar="FOLDER", help="in FLARE's simulator, on this machine")
 
     one = _command(commands, "show", at_server.show, "what a saved fit says")
     one.add_argument("fit", help="a file that run or round has saved")

@@ -18,7 +18,7 @@ import numpyro_fed as nf
 from numpyro_fed.remote.cli import main
 from numpyro_fed.remote.study import Study
 
-KILLS = int(os.environ.get("NUMPYRO_FED_KILLS", "4"))
+KILLS = int(os.environ.get("NUMPYRO_FED_KILLS", "3"))
 ROUNDS = 400
 
 STUDY = """
