@@ -6,9 +6,11 @@ Exit codes: 0 done; 1 an error, told in one line; 2 not understood; 3 (of ``roun
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import metadata
 
+from numpyro_fed.checks import VerdictWarning
 from numpyro_fed.remote import at_flare, at_server, at_silo
 
 EXAMPLES = """
@@ -133,7 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; an error is one line that says what to type."""
     args = parser().parse_args(arguments)
     try:
-        return args.function(args)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", VerdictWarning)  # the verdict is printed
+            warnings.showwarning = lambda message, *_: at_silo.say(f"warning: {message}")
+            return args.function(args)
     except KeyboardInterrupt:
         print("numpyro-fed: stopped", file=sys.stderr)
         return 130
