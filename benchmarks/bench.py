@@ -10,6 +10,7 @@ silos       SFVI as silos become many: against SVI, time to compile, memory
 dimension   EP with 5 to 200 globals, against the closed form, or NUTS
 adult       EP on Adult (109 coefficients), against NUTS
 rounds      time of a round in long runs against short ones
+devices     SFVI's rounds with 64 silos on two devices, against one
 fedjax      FedAvg against FedJAX's, five interleaved repeats
 ==========  ==========================================================================================================
 
@@ -36,7 +37,7 @@ import numpy as np
 from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_fed as nf
-from benchmarks import against_fedjax, amortised, speed
+from benchmarks import against_fedjax, amortised, sharded, speed
 from examples.six_cities import model, six_cities_silos
 
 ROOT = Path(__file__).parent.parent
@@ -268,6 +269,14 @@ def rounds(args: argparse.Namespace) -> Lines:
     yield Line(f"a round of SFVI in a run of {many:,}, against {few:,}", each[many], each[few], "ms", 1.0)
 
 
+def devices(args: argparse.Namespace) -> Lines:
+    best = sharded.measured(sharded.parser().parse_args(["--turns", "2", "--rounds", "16"] if args.quick else []))
+    which = 1 if args.cpu else 0
+    ours, theirs = (best[name][which] for name in ("Sharded, two devices", "Vmap, one thread"))
+    bar = 1.25 if args.cpu else 1 / sharded.BAR  # two devices at work at once; by processors, the cost of dividing
+    yield Line("SFVI's round, 64 silos of 200 rows, two devices, against one", ours, theirs, "ms", bar)
+
+
 def prodlda(args: argparse.Namespace) -> Lines:
     documents, words, topics, hidden = (300, 200, 5, 20) if args.quick else (3000, 2000, 21, 100)
     counts, steps = amortised.corpus(documents, words), 8 if args.quick else 32
@@ -300,7 +309,7 @@ def fedjax(args: argparse.Namespace) -> Lines:
 
 GROUPS: dict[str, Callable[[argparse.Namespace], Lines]] = {
     function.__name__: function
-    for function in (step, cold, cache, models, rows, silos, dimension, adult, rounds, prodlda, fedjax)
+    for function in (step, cold, cache, models, rows, silos, dimension, adult, rounds, devices, prodlda, fedjax)
 }
 QUICK = ("step", "cold", "rows", "dimension", "rounds")
 

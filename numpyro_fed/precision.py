@@ -80,6 +80,12 @@ def stacked(trees: list[Any]) -> Any:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
+def finite(tree: Any) -> Any:
+    """Whether every floating number in it is; inside a program."""
+    real = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in real], bool))
+
+
 def strong(tree: Any) -> Any:
     """Arrays whose type does not give way to others': a weakly typed start would compile the same program twice."""
     return jax.tree.map(lambda leaf: put(leaf) if getattr(leaf, "weak_type", False) else leaf, tree)

@@ -31,6 +31,7 @@ from numpyro_fed import schedules
 from numpyro_fed.checks import check_cohorts
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.split import split
+from numpyro_fed.engines.places import places_of
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.partition import partition
 from numpyro_fed.model.trace import PartitionError
@@ -990,12 +991,18 @@ def test_no_mistake(name: str) -> None:
     WORKS[name]()
 
 
-def test_57_there_is_no_mesh_to_divide() -> None:
-    """All silos are one program's; an engine over devices would have to pad their number."""
+def test_57_silos_need_not_divide_a_mesh() -> None:
+    """An engine over devices fills buckets up; devices that are not there are refused before anything is compiled."""
     engines = {
         name for name, value in vars(nf.engines).items() if isinstance(value, type) and hasattr(value, "in_silos")
     }
-    assert engines - {"Engine"} == {"Loopback", "Streamed", "Vmap"}
+    assert engines - {"Engine"} == {"Loopback", "Sharded", "Streamed", "Vmap"}
+    places = places_of(("a", "b", "c"), (("a", "b", "c"),), multiple=2)
+    assert [len(bucket) for bucket in places.of_bucket] == [4] and len(places.words) == 3
+    with pytest.raises(
+        ValueError, match=r"devices=99, and JAX has .* cpu .*XLA_FLAGS=--xla_force_host_platform_device"
+    ):
+        nf.engines.Sharded(devices=99)
 
 
 def test_float64_data_in_a_float64_program_do_not_warn(x64: None) -> None:

@@ -54,11 +54,11 @@ def busy() -> bool:
         return any(found is not None and not found.done() for found in _begun.values())
 
 
-def program(algorithm: Any, effort: str, arguments: Any) -> Hashable:
+def program(algorithm: Any, how: Hashable, arguments: Any) -> Hashable:
     """What tells programs of an engine apart."""
     leaves, structure = jax.tree.flatten(arguments)
     shapes = tuple((getattr(leaf, "shape", ()), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves)
-    return ByIdentity(algorithm), effort, structure, shapes
+    return ByIdentity(algorithm), how, structure, shapes
 
 
 def _keep(key: Hashable, value: Future | None) -> None:

@@ -56,4 +56,4 @@ def _name(engine: Any) -> str:
 def _meant(engine: Any) -> str:
     """The engine that a name or a class is like; else the default one."""
     given = engine.lower() if isinstance(engine, str) else _name(engine).lower()
-    return next((name for name in ("Vmap", "Loopback", "Streamed") if name.lower() == given), "Vmap")
+    return next((name for name in ("Vmap", "Sharded", "Loopback", "Streamed") if name.lower() == given), "Vmap")

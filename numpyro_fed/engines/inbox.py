@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.engines.steps import from_bytes
+from numpyro_fed.engines import wire
 
 
 class Reply(NamedTuple):
@@ -60,7 +60,7 @@ def _one(reply: Reply, silo: str, at: int, answers: int, like: Any, watched: boo
     if reply.answers != answers:
         return None, "it answers another broadcast"
     try:
-        message = from_bytes(reply.data, like)
+        message = wire.decode(reply.data, like)  # on the host: it is looked at, and stacked with others
     except ValueError as error:
         return None, " ".join(str(error).split())
     where = not_finite(message) if watched else ""

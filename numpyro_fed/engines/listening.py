@@ -15,10 +15,10 @@ from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import one_state, sent_to
 from numpyro_fed.engines.hearing import Gone, Hearing, inner
-from numpyro_fed.engines.inbox import Reply, not_finite, opened
+from numpyro_fed.engines.inbox import Reply, opened
 from numpyro_fed.engines.steps import broadcast_of
 from numpyro_fed.keys import SERVER
-from numpyro_fed.precision import engine_in_x64, stacked
+from numpyro_fed.precision import engine_in_x64, finite, stacked
 
 
 class Question(NamedTuple):
@@ -149,7 +149,7 @@ class Listening:
             self.engine.entered(silos, stack)
         for i in range(count):
             server = _still_valid(algorithm, server)
-            server_key = jax.random.fold_in(jax.random.fold_in(key, first + i), SERVER)
+            server_key = _server_key(key, np.uint32(first + i))
             broadcast = jax.device_get(broadcast_of(algorithm, server_key, inner(server)))
             cohort = np.arange(len(stack.names)) if cohorts is None else np.asarray(cohorts[i])
             log = Log(stack.names)
@@ -222,15 +222,13 @@ class Listening:
         """The server's step on what was heard, and on what is held of the others."""
         num = len(log.names)
         step = lambda server, used: _step(algorithm, key, server, used, cohort, everyone, num)
-        if not isinstance(server, Hearing):
-            return step(server, messages)
-        found, info = step(server, messages)
-        if self.watched and not_finite(found.server):  # what is finite can still be too much
-            good = lambda j: not not_finite(step(server, {i: m for i, m in messages.items() if i != j})[0].server)
+        found, info, finite = step(server, messages)
+        if isinstance(server, Hearing) and self.watched and not finite:  # what is finite can still be too much
+            good = lambda j: step(server, {i: m for i, m in messages.items() if i != j})[2]
             bad = [j for j in messages if good(j)] or list(messages)
             for j in bad:
                 log.take_back(log.names[j], "the server's state would not be finite with it")
-            found, info = step(server, {i: m for i, m in messages.items() if i not in bad})
+            found, info, _ = step(server, {i: m for i, m in messages.items() if i not in bad})
         return found, info
 
 
@@ -242,24 +240,34 @@ def _step(
     cohort: np.ndarray,
     everyone: bool,
     num: int,
-) -> tuple[Any, dict]:
+) -> tuple[Any, dict, bool]:
+    """The server's state, a row of the history, and whether the state is finite."""
     fresh: np.ndarray = np.array(sorted(messages), np.int32)
-    together = stacked([messages[j] for j in fresh.tolist()]) if fresh.size else None
+    together = _on_host([messages[j] for j in fresh.tolist()]) if fresh.size else None
     if not isinstance(server, Hearing):
-        return _server_step(algorithm, key, server, together, fresh, num)
+        found, info, _ = _server_step(algorithm, key, server, together, fresh, num)
+        return found, info, True
     heard, missed = np.array(server.heard), np.array(server.missed)
     missed[cohort] += 1
     heard[fresh], missed[fresh] = True, 0
     server = server._replace(heard=heard, missed=missed)
     if together is None:  # nothing moves
-        return server, dict(server.info)
+        return server, dict(server.info), True
     if algorithm.lost.hold:
         server = server._replace(last=_kept(algorithm, key, server.server, together, server.last, fresh))
         fresh = np.flatnonzero(heard) if everyone else cohort[heard[cohort]]
-        together = jax.tree.map(lambda leaf: leaf[fresh], server.last)
-    found, info = _server_step(algorithm, key, server.server, together, np.asarray(fresh, np.int32), num)
+        whole = np.array_equal(fresh, np.arange(num))
+        together = server.last if whole else jax.tree.map(lambda leaf: leaf[fresh], server.last)
+    found, info, finite = _server_step(algorithm, key, server.server, together, np.asarray(fresh, np.int32), num)
     info = jax.tree.map(np.asarray, info)
-    return server._replace(server=found, info=info), info
+    return server._replace(server=found, info=info), info, bool(finite)
+
+
+def _on_host(trees: list[Any]) -> Any:
+    """Messages, stacked; typed keys and the like are JAX's."""
+    if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(trees)):
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+    return stacked(trees)
 
 
 def _still_valid(algorithm: FederatedAlgorithm, server: Any) -> Any:
@@ -281,13 +289,21 @@ def _stepped(algorithm: FederatedAlgorithm, key: Any, server: Any, together: Any
     return (step or algorithm.server_step)(key, server, algorithm.aggregate(together, Cohort(index, num)))
 
 
+@jax.jit
+def _server_key(key: Any, at: Any) -> Any:
+    return jax.random.fold_in(jax.random.fold_in(key, at), SERVER)
+
+
 @partial(jax.jit, static_argnums=0)
 def _kept(algorithm: FederatedAlgorithm, key: Any, server: Any, messages: Any, last: Any, index: Any) -> Any:
     new = _absorbed(algorithm, key, server, messages)
     return jax.tree.map(lambda old, rows: old.at[index].set(rows), last, new)
 
 
-_server_step = partial(jax.jit, static_argnums=(0, 5))(_stepped)
+@partial(jax.jit, static_argnums=(0, 5))
+def _server_step(algorithm: FederatedAlgorithm, key: Any, server: Any, together: Any, index: Any, num: int) -> Any:
+    found, info = _stepped(algorithm, key, server, together, index, num)
+    return found, info, finite(found)
 
 
 def _together(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:

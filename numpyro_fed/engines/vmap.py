@@ -5,7 +5,7 @@ Law: equals :class:`~numpyro_fed.engines.Loopback` up to float rounding.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -16,10 +16,35 @@ from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import ahead
-from numpyro_fed.keys import SERVER, START, identities, keys_of, silo_keys, silo_words
+from numpyro_fed.engines.places import Places, places_of
+from numpyro_fed.keys import SERVER, START, keys_of, silo_keys, silo_words
 from numpyro_fed.precision import engine_in_x64, for_rounds, strong, zeros
 
 CHUNK = 512  # rounds between two looks of the host: progress, stopping, interruption
+
+
+@dataclass(frozen=True)
+class Together:
+    """How the silos of a bucket lie: all on one device. (:class:`~numpyro_fed.engines.Sharded` spreads them.)"""
+
+    def each(self, function: Callable[..., Any], stacked: tuple[bool, ...]) -> Callable[..., Any]:
+        """A function of stacked silos, to be called with all of a bucket; ``stacked``: which arguments are so."""
+        return function
+
+    def whole(self, tree: Any) -> Any:
+        """What every device is to have in full."""
+        return tree
+
+
+TOGETHER = Together()
+
+
+class Held(NamedTuple):
+    """All silos, as the compiled programs take them."""
+
+    places: Places
+    arrays: tuple  # over buckets: arguments and masks, stacked
+    shared: Any
 
 
 @dataclass(frozen=True)
@@ -30,9 +55,20 @@ class Vmap:
     holds_states: ClassVar[bool] = True
     reads_store: ClassVar[bool] = False
 
+    @property
+    def across(self) -> Any:
+        """How buckets lie on devices: :class:`Together`, or alike."""
+        return TOGETHER
+
+    def held(self, stack: Stack) -> Held:
+        """What the programs are given of the silos."""
+        places = places_of(stack.names, tuple(bucket.names for bucket in stack.buckets))
+        return Held(places, stack.arrays, stack.shared)
+
     @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
-        return _start(algorithm, _places(stack), key, stack.arrays, stack.shared)
+        places, arrays, shared = self.held(stack)
+        return _start(algorithm, self.across, places, key, arrays, shared)
 
     @engine_in_x64
     def rounds(
@@ -48,9 +84,9 @@ class Vmap:
         effort: str = "most",
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
         server, silos = strong((server, silos))
-        arguments = _arguments(stack, key, server, silos, first, cohorts, count)
-        ahead.wait(ahead.program(algorithm, effort, arguments))
-        server, silos, info = _rounds(effort)(algorithm, *arguments)
+        arguments = _arguments(self.held(stack), key, server, silos, first, cohorts, count)
+        ahead.wait(ahead.program(algorithm, (effort, self.across), arguments))
+        server, silos, info = _rounds(effort, self.across)(algorithm, *arguments)
         return server, silos, {name: np.asarray(rows)[:count] for name, rows in info.items()}
 
     @engine_in_x64
@@ -66,19 +102,19 @@ class Vmap:
     ) -> None:
         """Begin to compile rounds from such states (shapes are enough), while something else goes on."""
         if ahead.worthwhile():
-            arguments = _arguments(stack, key, server, silos, 0, cohorts, 1)
-            lower = lambda: _rounds(effort).trace(algorithm, *arguments).lower()
-            ahead.begin(ahead.program(algorithm, effort, arguments), lower)
+            arguments = _arguments(self.held(stack), key, server, silos, 0, cohorts, 1)
+            lower = lambda: _rounds(effort, self.across).trace(algorithm, *arguments).lower()
+            ahead.begin(ahead.program(algorithm, (effort, self.across), arguments), lower)
 
     def in_silos(self, function: Callable[..., Any], given: Any, stack: Stack, *states: tuple | None) -> tuple:
         return in_every_silo(function, given, stack, *states)
 
 
-def _arguments(stack: Stack, key: Any, server: Any, silos: tuple, first: int, cohorts: Any, count: int) -> tuple:
+def _arguments(held: Held, key: Any, server: Any, silos: tuple, first: int, cohorts: Any, count: int) -> tuple:
     """Of the compiled rounds."""
     if cohorts is not None and len(cohorts) < CHUNK:
         cohorts = np.concatenate([cohorts, np.repeat(cohorts[-1:], CHUNK - len(cohorts), axis=0)])
-    return _places(stack), key, stack.arrays, stack.shared, server, silos, first, cohorts, count
+    return held.places, key, held.arrays, held.shared, server, silos, first, cohorts, count
 
 
 def in_every_silo(function: Callable[..., Any], given: Any, stack: Stack, *states: tuple | None) -> tuple:
@@ -97,36 +133,6 @@ def in_every_silo(function: Callable[..., Any], given: Any, stack: Stack, *state
     return tuple(out)
 
 
-class Places(NamedTuple):
-    """Who is where. Arrays, so that a compiled program depends on how many silos there are, not on their names."""
-
-    words: np.ndarray  # uint32 (J, 2): identities
-    of_bucket: tuple[np.ndarray, ...]  # int32 (silos of the bucket,): their places among all
-    within: tuple[np.ndarray, ...]  # int32 (J,): of a silo in this bucket; the bucket's length if it is elsewhere
-    bucket: np.ndarray  # int32 (J,): which one a silo is in
-    order: np.ndarray | None  # int32 (J,): of all silos, among the buckets one after another; None: they are in order
-
-
-@lru_cache(maxsize=32)
-def places_of(names: tuple[str, ...], buckets: tuple[tuple[str, ...], ...]) -> Places:
-    """Of all silos' names and those of each bucket."""
-    number = {name: j for j, name in enumerate(names)}
-    of_bucket = tuple(np.array([number[name] for name in bucket], np.int32) for bucket in buckets)
-    within, bucket = [], np.zeros(len(names), np.int32)
-    for b, places in enumerate(of_bucket):
-        inside = np.full(len(names), len(places), np.int32)
-        inside[places] = np.arange(len(places))
-        within.append(inside)
-        bucket[places] = b
-    together = np.concatenate(of_bucket)
-    order = None if np.array_equal(together, np.arange(len(names))) else np.argsort(together).astype(np.int32)
-    return Places(identities(names), of_bucket, tuple(within), bucket, order)
-
-
-def _places(stack: Stack) -> Places:
-    return places_of(stack.names, tuple(bucket.names for bucket in stack.buckets))
-
-
 def _of_bucket(broadcast: Broadcast, places: Places, b: int) -> Any:
     """The slices of ``each`` that a bucket's silos receive, stacked."""
     if len(places.of_bucket) == 1 and places.order is None:
@@ -134,19 +140,22 @@ def _of_bucket(broadcast: Broadcast, places: Places, b: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[places.of_bucket[b]], broadcast.each)
 
 
-@partial(jax.jit, static_argnums=0)
-def _start(algorithm: FederatedAlgorithm, places: Places, key: Any, arrays: tuple, shared: Any) -> tuple[Any, tuple]:
+@partial(jax.jit, static_argnums=(0, 1))
+def _start(
+    algorithm: FederatedAlgorithm, across: Any, places: Places, key: Any, arrays: tuple, shared: Any
+) -> tuple[Any, tuple]:
     key = jax.random.fold_in(key, START)
     server = algorithm.init(jax.random.fold_in(key, SERVER))
     broadcast = algorithm.broadcast(jax.random.fold_in(key, SERVER), server)
 
-    def init(key: Any, each: Any, args: Any, mask: Any) -> Any:
-        return algorithm.init_silo(key, Broadcast(broadcast.common, each), SiloData(args, mask, shared))
+    def init(key: Any, common: Any, each: Any, args: Any, mask: Any, shared: Any) -> Any:
+        return algorithm.init_silo(key, Broadcast(common, each), SiloData(args, mask, shared))
 
+    batched = across.each(jax.vmap(init, in_axes=(0, None, 0, 0, 0, None)), (True, False, True, True, True, False))
     states = []
     for b, (args, mask) in enumerate(arrays):
         keys = silo_keys(key, places.words[places.of_bucket[b]])
-        states.append(jax.vmap(init)(keys, _of_bucket(broadcast, places, b), args, mask))
+        states.append(batched(keys, broadcast.common, _of_bucket(broadcast, places, b), args, mask, shared))
     return server, tuple(states)
 
 
@@ -180,6 +189,7 @@ def _info_shapes(
 
 
 def _run_rounds(
+    across: Any,
     algorithm: FederatedAlgorithm,
     places: Places,
     key: Any,
@@ -193,36 +203,51 @@ def _run_rounds(
 ) -> tuple[Any, tuple, dict]:
     num_silos, num_buckets = len(places.words), len(places.of_bucket)
 
-    def step(key: Any, common: Any, each: Any, state: Any, args: Any, mask: Any) -> tuple[Any, Any]:
+    def step(key: Any, common: Any, each: Any, state: Any, args: Any, mask: Any, shared: Any) -> tuple[Any, Any]:
         return algorithm.silo_step(key, Broadcast(common, each), state, SiloData(args, mask, shared))
 
-    batched = jax.vmap(step, in_axes=(0, None, 0, 0, 0, 0))
+    batched = jax.vmap(step, in_axes=(0, None, 0, 0, 0, 0, None))
+    of_all = across.each(batched, (True, False, True, True, True, True, False))
 
     def everyone(keys: Any, broadcast: Broadcast, silos: tuple) -> tuple[Any, tuple, Any]:
         messages, states = [], []
         for b, (state, (args, mask)) in enumerate(zip(silos, arrays, strict=True)):
             own = keys if num_buckets == 1 and places.order is None else keys[places.of_bucket[b]]
-            message, state = batched(own, broadcast.common, _of_bucket(broadcast, places, b), state, args, mask)
+            each = _of_bucket(broadcast, places, b)
+            message, state = of_all(own, broadcast.common, each, state, args, mask, shared)
             messages.append(message)
             states.append(state)
+        if num_buckets == 1 and places.order is None:
+            return messages[0], tuple(states), np.arange(num_silos)
+        messages = across.whole(messages)
         together = messages[0] if num_buckets == 1 else jax.tree.map(lambda *m: jnp.concatenate(m), *messages)
         if places.order is not None:
             together = jax.tree.map(lambda leaf: leaf[places.order], together)
         return together, tuple(states), np.arange(num_silos)
 
-    def members(keys: Any, broadcast: Broadcast, b: int, state: Any, cohort: Any) -> tuple[Any, Any, Any]:
-        """Of one bucket: messages of those who are in the cohort, their places in it, and the bucket's states."""
-        place, (args, mask) = places.of_bucket[b], arrays[b]
-        size, length = cohort.shape[0], place.shape[0]
-        inside = places.within[b][cohort]
+    def of_some(
+        keys: Any, broadcast: Any, inside: Any, number: Any, place: Any, state: Any, args: Any, mask: Any, shared: Any
+    ) -> tuple[Any, Any, Any]:
+        """On one device, which holds the silos ``number`` of a bucket; the cohort's members are at ``inside`` of it."""
+        size, length = inside.shape[0], number.shape[0]
+        inside = jnp.where((inside >= number[0]) & (inside <= number[-1]), inside - number[0], length)
         order = jnp.argsort(inside >= length, stable=True)[: min(size, length)]
         at = inside[order]
         gather = lambda leaf: leaf[jnp.minimum(at, length - 1)]
         each = jax.tree.map(lambda leaf: leaf[gather(place)], broadcast.each)
         state_in, args_in, mask_in = jax.tree.map(gather, (state, args, mask))
-        message, new = batched(keys[order], broadcast.common, each, state_in, args_in, mask_in)
+        message, new = batched(keys[order], broadcast.common, each, state_in, args_in, mask_in, shared)
         state = jax.tree.map(lambda old, rows: old.at[at].set(rows, mode="drop"), state, new)
         return message, jnp.where(at < length, order, size), state
+
+    on_devices = across.each(of_some, (False, False, False, True, True, True, True, True, False))
+
+    def members(keys: Any, broadcast: Broadcast, b: int, state: Any, cohort: Any) -> tuple[Any, Any, Any]:
+        """Of one bucket: messages of those who are in the cohort, their places in it, and the bucket's states."""
+        place, inside = places.of_bucket[b], places.within[b][cohort]
+        number = jnp.arange(place.shape[0], dtype=inside.dtype)
+        message, target, state = on_devices(keys, broadcast, inside, number, place, state, *arrays[b], shared)
+        return *across.whole((message, target)), state
 
     def some(keys: Any, broadcast: Broadcast, silos: tuple, cohort: Any) -> tuple[Any, tuple, Any]:
         """Only the cohort's silos are computed: each bucket has a slot for every member it may have this round."""
@@ -243,7 +268,8 @@ def _run_rounds(
 
         def branch(b: int) -> Callable[[tuple], tuple[Any, tuple]]:
             def run(silos: tuple) -> tuple[Any, tuple]:
-                message, _, state = members(keys, broadcast, b, silos[b], cohort)
+                message, target, state = members(keys, broadcast, b, silos[b], cohort)
+                message = jax.tree.map(lambda leaf: leaf[jnp.argmin(target)][None], message)
                 return message, (*silos[:b], state, *silos[b + 1 :])
 
             return run
@@ -269,7 +295,7 @@ def _run_rounds(
             messages, silos, index = everyone(keys, broadcast, silos)
         else:
             messages, silos, index = some(keys, broadcast, silos, at(cohorts, i))
-        aggregate = algorithm.aggregate(messages, Cohort(index, num_silos))
+        aggregate = across.whole(algorithm.aggregate(messages, Cohort(index, num_silos)))
         server, info = algorithm.server_step(server_key, server, aggregate)
         return server, silos, info
 
@@ -287,6 +313,10 @@ def _run_rounds(
     return jax.lax.fori_loop(0, count, body, (server, silos, history, words_at(0)))[:3]
 
 
+def _rounds(effort: str, across: Any = TOGETHER) -> Any:
+    return _compiled(effort, across)
+
+
 @cache
-def _rounds(effort: str) -> Any:
-    return jax.jit(_run_rounds, static_argnums=0, compiler_options=for_rounds(effort))
+def _compiled(effort: str, across: Any) -> Any:
+    return jax.jit(partial(_run_rounds, across), static_argnums=0, compiler_options=for_rounds(effort))

@@ -50,7 +50,7 @@ _PREAMBLE = struct.Struct("<3sBI")  # magic, version, checksum of all that follo
 _COUNT = struct.Struct("<I")  # number of leaves
 _LEAF = struct.Struct("<IBB")  # checksum of the path, code of the dtype, number of axes; the sizes follow
 # Typed keys travel as their words (uint32): the dtype's name, JAX's name for the implementation, words a key.
-_KEYS = {
+KEYS = {
     "key<fry>": ("threefry2x32", 2),
     "key<rbg>": ("rbg", 4),
     "key<urbg>": ("unsafe_rbg", 4),
@@ -63,7 +63,7 @@ _DTYPES = (
     *("uint8", "uint16", "uint32", "uint64"),
     *("float16", "bfloat16", "float32", "float64"),
     *("complex64", "complex128"),
-    *_KEYS,
+    *KEYS,
 )
 
 
@@ -86,8 +86,8 @@ class LeafSpec(NamedTuple):
         """Dtype and shape of the numbers that are sent for this leaf."""
         if self.dtype == "None":
             return np.dtype(np.uint8), (0,)
-        if self.dtype in _KEYS:
-            return np.dtype(np.uint32), (*self.shape, _KEYS[self.dtype][1])
+        if self.dtype in KEYS:
+            return np.dtype(np.uint32), (*self.shape, KEYS[self.dtype][1])
         return jnp.dtype(self.dtype), self.shape
 
 
@@ -235,7 +235,7 @@ def _payload_bytes(specs: list[LeafSpec]) -> int:
 def _to_bytes(leaf: Any, spec: LeafSpec) -> bytes:
     if spec.dtype == "None":
         return b""
-    numbers = jax.random.key_data(leaf) if spec.dtype in _KEYS else leaf
+    numbers = jax.random.key_data(leaf) if spec.dtype in KEYS else leaf
     # The native byte order is the little-endian one wherever JAX runs; arrays in another order are converted here.
     return np.asarray(numbers, dtype=spec.buffer[0]).tobytes()
 
@@ -244,8 +244,8 @@ def _from_numbers(numbers: np.ndarray, spec: LeafSpec) -> Any:
     if spec.dtype == "None":
         return None
     owned = numbers.copy()  # aligned and writable, and the message can be let go
-    if spec.dtype in _KEYS:
-        return jax.random.wrap_key_data(jnp.asarray(owned), impl=_KEYS[spec.dtype][0])
+    if spec.dtype in KEYS:
+        return jax.random.wrap_key_data(jnp.asarray(owned), impl=KEYS[spec.dtype][0])
     return owned
 
 

@@ -139,6 +139,12 @@ class Method:
         elsewhere = tells_silos(engine)
         began, saved = time.perf_counter(), Unsaved()
         if checkpoint is not None:
+            processes = getattr(engine, "processes", 1)
+            if processes > 1:
+                raise ValueError(
+                    f"checkpoint= is for a run in one process, and the engine's devices are those of {processes} "
+                    "processes: leave it out, and go on from a saved fit, init_state=fit.state"
+                )
             where = getattr(engine, "identity", engine)
             asked = {"num_rounds": num_rounds, "schedule": schedule, "engine": where, "check": check}
             saved = Checkpoint(checkpoint, checkpoint_every, identity(self, key, silos, asked, init_state))

@@ -165,8 +165,17 @@ class Memory:
         self.begun: dict[tuple, dict[str, str]] = {}  # {recipe: states before the chunk of rounds that goes on}
         self.pinned: list[dict[str, str]] = []
         self.structures: dict[tuple, str] = {}  # of what is sent, as each silo was told
+        self._key: Any = None
+        self._words: dict[str, Any] = {}
         self.started: set[tuple] = set()  # recipes of phases that began with fresh states
         self.messages: dict[tuple, Any] = {}  # {recipe: what a message looks like}
+
+    def words_of(self, key: Any) -> dict[str, Any]:
+        """A key, as JSON."""
+        if key is not self._key:
+            self._key = key
+            self._words = {"key": np.asarray(jax.random.key_data(key)).tolist(), "impl": str(jax.random.key_impl(key))}
+        return self._words
 
     def keep(self, silo: str) -> list[str]:
         """States that a silo is to keep."""
@@ -288,7 +297,7 @@ class RemotePhase:
     ) -> dict[str, Any]:
         words: dict[str, Any] = {"key": None, "impl": None}
         if key is not None:
-            words = {"key": np.asarray(jax.random.key_data(key)).tolist(), "impl": str(jax.random.key_impl(key))}
+            words = self.memory.words_of(key)
         body = {
             "run": self.engine.run,
             "do": do,

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from numpyro_fed.algorithm import FederatedAlgorithm, Plan
 from numpyro_fed.data.inputs import checked_arguments
@@ -14,10 +16,10 @@ from numpyro_fed.data.silos import Silos, at_silo
 from numpyro_fed.engines import wire
 from numpyro_fed.files import replace_file
 from numpyro_fed.host import folded, zeros_like
-from numpyro_fed.keys import identity
+from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.methods.base import Method
 from numpyro_fed.model.survey import Survey
-from numpyro_fed.precision import UNOPTIMISED, for_rounds, in_user_precision
+from numpyro_fed.precision import UNOPTIMISED, finite, for_rounds, in_user_precision, strong
 from numpyro_fed.remote.envelope import MOST_PAYLOAD
 from numpyro_fed.remote.errors import ToldError
 from numpyro_fed.remote.opening import Agreed, agreed, description, from_json, opened, settled, silos_like
@@ -68,6 +70,8 @@ class Run:
         if folder is not None and (folder / "structures.json").exists():
             self.structures = json.loads((folder / "structures.json").read_text())
         self._made: dict[Recipe, Made] = {}
+        self._steps: dict[tuple[Recipe, str], Any] = {}
+        self.words = identity(name)
         self._compiled: dict[tuple[str, Recipe], Any] = {}
 
     def _use(self, padded: bool) -> None:
@@ -118,11 +122,16 @@ class Run:
             return zeros_like(like)
         return arrays_of(payload, like)
 
-    def step(self, recipe: Recipe, effort: str, key: Any, given: Any, state: Any) -> tuple[Any, Any]:
-        """A message, on the host, and the state after it."""
-        algorithm = in_user_precision(self.made(recipe).phase.algorithm, self.x64)
+    def step(self, recipe: Recipe, effort: str, key: Any, at: int, given: Any, state: Any) -> tuple[Any, Any]:
+        """A message, on the host, and the state after it: the same, where that would not be finite."""
         with jax.enable_x64(True):
-            message, state = _step(effort)(algorithm, key, given, state, self.data)
+            args = key, (np.uint32(at), self.words), given, strong(state), self.data
+            step = self._steps.get((recipe, effort))
+            if step is None:  # compiled once: JAX's own look-up takes longer than a small step
+                algorithm = in_user_precision(self.made(recipe).phase.algorithm, self.x64)
+                program = jax.jit(partial(_step, algorithm), compiler_options=for_rounds(effort))
+                step = self._steps[recipe, effort] = program.lower(*args).compile()
+            message, state = step(*args)
         return jax.device_get(message), state
 
     def compiled(self, do: str, recipe: Recipe) -> Callable[..., Any]:
@@ -148,12 +157,12 @@ def _like(structure: str) -> Any:
     return like_of(structure)
 
 
-@lru_cache(maxsize=3)
-def _step(effort: str) -> Any:
-    def step(algorithm: FederatedAlgorithm, key: Any, given: Any, state: Any, data: Any) -> Any:
-        return algorithm.silo_step(key, given, state, data)
-
-    return jax.jit(step, static_argnums=0, compiler_options=for_rounds(effort))
+def _step(algorithm: FederatedAlgorithm, key: Any, place: tuple, given: Any, state: Any, data: Any) -> Any:
+    at, words = place
+    own = fold_in_name(jax.random.fold_in(key, at), words)
+    message, new = algorithm.silo_step(own, given, state, data)
+    fine = finite(new)
+    return message, jax.tree.map(lambda old, new: jnp.where(fine, new, old), state, new)
 
 
 def silo_key(key: Any, name: str) -> Any:

@@ -56,7 +56,8 @@ class Sockets:
         self._ring.setblocking(False)
         self._selector.register(self._bell, selectors.EVENT_READ, None)
         self._greeting = threading.BoundedSemaphore(GREETED_AT_ONCE)
-        self._listener = socket.create_server(address, backlog=128)
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._listener = socket.create_server(address, family=family, backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, name="numpyro_fed accepts silos", daemon=True).start()
 

@@ -9,6 +9,7 @@ another request from the same state begins where that state was. Both ends know 
 import hashlib
 import json
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,8 +73,13 @@ def _struct(note: dict[str, Any]) -> Any:
     if not isinstance(note.get("shape"), list) or not isinstance(note.get("dtype"), str):
         raise ValueError("what was sent has a leaf without shape or type")
     if note["dtype"].startswith("key<"):
-        return jax.eval_shape(lambda: jax.random.split(jax.random.key(0), tuple(note["shape"])))
+        impl, words = wire.KEYS[note["dtype"]]
+        return jax.eval_shape(partial(jax.random.wrap_key_data, impl=impl), _words((*note["shape"], words)))
     return jax.ShapeDtypeStruct(tuple(note["shape"]), jnp.dtype(note["dtype"]))
+
+
+def _words(shape: tuple[int, ...]) -> Any:
+    return jax.ShapeDtypeStruct(shape, np.uint32)
 
 
 def arrays_of(data: bytes, like: PyTree) -> PyTree:
@@ -116,8 +122,7 @@ class States:
         self._memory[name] = kept
         if self.folder is None:
             return
-        state = jax.device_get(kept.state)
-        text, leaves = structure_of(state).encode(), wire.encode(state)
+        text, leaves = _text_of(kept.state), _numbers(kept.state)
         partial = self.folder / f".{name}"
         with open(partial, "wb") as file:
             file.write(_SIZES.pack(MAGIC, len(text), len(kept.reply), len(leaves)))
@@ -144,4 +149,43 @@ def _read(data: bytes) -> Kept | None:
     text, reply, leaves = (
         data[start : start + size] for start, size in zip(_SIZES.size + np.cumsum([0, *sizes[:-1]]), sizes, strict=True)
     )
-    return Kept(arrays_of(leaves, like_of(text.decode())), reply)
+    return Kept(_from_numbers(leaves, like_of(text.decode())), reply)
+
+
+_texts: dict[Any, bytes] = {}  # structures that were written before: states of a run have few
+
+
+def _text_of(state: PyTree) -> bytes:
+    leaves, structure = jax.tree.flatten(state)
+    known = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    if known not in _texts:
+        if len(_texts) > 64:
+            _texts.clear()
+        _texts[known] = structure_of(state).encode()
+    return _texts[known]
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _numbers(state: PyTree) -> bytes:
+    """All leaves, one after the other."""
+    plain = [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in jax.tree.leaves(state)]
+    return b"".join(leaf.tobytes() for leaf in jax.device_get(plain))
+
+
+def _from_numbers(data: bytes, like: PyTree) -> PyTree:
+    at = 0
+
+    def one(leaf: Any) -> Any:
+        nonlocal at
+        words = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+        size = int(np.prod(words.shape))
+        found = np.frombuffer(data, words.dtype, size, at).reshape(words.shape)
+        at += found.nbytes
+        own: Any = jnp.array(found, words.dtype)
+        return jax.random.wrap_key_data(own, impl=wire.KEYS[str(leaf.dtype)][0]) if _is_key(leaf) else own
+
+    with jax.enable_x64(True):
+        return jax.tree.map(one, like)

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import numpy as np
 from numpyro_fed.data.inputs import checked_arguments, leaves, shared_digest
 from numpyro_fed.data.silos import at_silo
 from numpyro_fed.engines import wire
-from numpyro_fed.engines.inbox import not_finite
 from numpyro_fed.files import replace_file
 from numpyro_fed.host import folded
 from numpyro_fed.keys import START
@@ -145,13 +145,11 @@ class Worker:
                 key = silo_key(folded(_key(body), START), self.name)
                 reply, state = b"", run.compiled(do, recipe)(key, given, run.data)
             elif do == "step":
-                key = silo_key(folded(_key(body), _whole(body, "round")), self.name)
                 before = states[0] if states else ()
-                message, state = run.step(recipe, body["effort"], key, given, before)
+                message, state = run.step(recipe, body["effort"], _key(body), _whole(body, "round"), given, before)
                 reply, self._message = wire.encode(message), message
                 if not states:  # it has none, and does not need to remember that it was asked
                     return {}, reply
-                state = before if not_finite(state) else state
             else:
                 reply, state = b"", run.compiled(do, recipe)(given, *states)
         run.states.put(name, Kept(state, reply))
@@ -239,8 +237,13 @@ class Worker:
 
 
 def _key(body: dict[str, Any]) -> Any:
-    words: Any = np.array(body["key"], np.uint32)
-    return jax.random.wrap_key_data(words, impl=body["impl"])
+    return _wrapped(tuple(body["key"]), body["impl"])
+
+
+@lru_cache(maxsize=64)
+def _wrapped(key: tuple[int, ...], impl: str) -> Any:
+    words: Any = np.array(key, np.uint32)
+    return jax.random.wrap_key_data(words, impl=impl)
 
 
 def _run_id(body: dict[str, Any]) -> str:

@@ -54,8 +54,13 @@ class State(NamedTuple):
         out = []
         for bucket in stack.buckets:
             states = [self.silo(name)[0] for name in bucket.names]
-            out.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+            out.append(jax.tree.map(_stacked, *states))
         return tuple(out)
+
+
+def _stacked(*leaves: Any) -> Any:
+    """States that are elsewhere have names on the host, which stay there."""
+    return (np if all(isinstance(leaf, np.ndarray) for leaf in leaves) else jnp).stack(leaves)
 
 
 class Fresh(NamedTuple):

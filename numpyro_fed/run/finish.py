@@ -27,6 +27,8 @@ def finished(
 ) -> Fit:
     """The fit, which says itself why it is to be doubted."""
     stack, holds = prepared.stack, runner.engine.holds_states
+    gathered = getattr(runner.engine, "gathered", None)  # states may lie on several devices
+    states = states if gathered is None else gathered(states)
     state = State(
         runner.label,
         stack.names,

@@ -50,6 +50,9 @@ def same_cache():
     compilation_cache.reset_cache()
 
 
+CANARY = 0.123456789
+
+
 @pytest.fixture
 def folder(tmp_path):
     rng = np.random.default_rng(0)
@@ -58,6 +61,7 @@ def folder(tmp_path):
         own.mkdir()
         x = rng.normal(size=(rows, 2))
         y = x @ [1.0, -0.5] + rng.normal(size=rows)
+        y[0] = CANARY
         pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "y": y}).to_csv(own / f"{name}.csv", index=False)
         (own / "study.py").write_text(STUDY)
     (tmp_path / "server").mkdir()
@@ -196,6 +200,13 @@ def test_a_whole_run_by_files(folder, capsys, monkeypatch):
     apart = np.abs(fit.normal().mean - one.normal().mean) / one.normal().sds
     assert apart.max() < 3e-5  # as of float32, in which messages cross
     np.testing.assert_allclose(fit.normal().sds, one.normal().sds, rtol=3e-5)
+    written = [path for path in folder.rglob("*") if path.is_file() and path.parts[-2] not in ("leeds", "york")]
+    outside = [path for path in written if "state" not in path.parts]
+    assert len(outside) > 20  # requests and replies, kept and carried, checkpoints, the fit, programs
+    for path in outside:
+        data = path.read_bytes()
+        for canary in (b"0.123456", np.float32(CANARY).tobytes(), np.float64(CANARY).tobytes()):
+            assert canary not in data, path
     for name in ("leeds", "york"):  # the last trip brings the fit
         assert main(["silo-step", "--site", f"{name}/site.toml", "requests", "replies"]) == 0
     capsys.readouterr()
