@@ -11,5 +11,10 @@ is a function of bytes, :meth:`numpyro_fed.remote.site.Site.handle`; a server as
 ``audit``             what left a silo, line by line
 ``site``, ``post``    the two guarded ends: every message is checked before anything is done with it
 ``transport``         how bytes get from one end to the other
+``sockets``           over TCP; one connection is a ``links.Link``
+``files``             by signed files that somebody carries
+``study``, ``tables`` what both ends know, and a silo's table as arguments of the model
+``config``, ``cli``   what a machine is told by a file of its own, and the command ``numpyro-fed``
+``own``               the fit in a silo, for draws of its own latents
 ====================  =========================================================================================
 """
