@@ -18,3 +18,32 @@ is a function of bytes, :meth:`numpyro_fed.remote.site.Site.handle`; a server as
 ``own``                 the fit in a silo, for draws of its own latents
 ======================  =========================================================================================
 """
+
+from numpyro_fed.remote.engine import RemoteError
+from numpyro_fed.remote.files import Files
+from numpyro_fed.remote.own import own_fit
+from numpyro_fed.remote.policy import Policy
+from numpyro_fed.remote.silos import DataElsewhere, RemoteSilos, connect
+from numpyro_fed.remote.site import Site
+from numpyro_fed.remote.sockets import Sockets, serve
+from numpyro_fed.remote.study import Study
+from numpyro_fed.remote.transport import Direct, Failure, Transport
+from numpyro_fed.remote.worker import Worker
+
+__all__ = [
+    "DataElsewhere",
+    "Direct",
+    "Failure",
+    "Files",
+    "Policy",
+    "RemoteError",
+    "RemoteSilos",
+    "Site",
+    "Sockets",
+    "Study",
+    "Transport",
+    "Worker",
+    "connect",
+    "own_fit",
+    "serve",
+]

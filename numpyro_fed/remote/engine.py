@@ -159,6 +159,7 @@ class Memory:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
+        self.x64 = bool(jax.config.read("jax_enable_x64"))
         self.padded = True
         self.rounds: FederatedAlgorithm | None = None  # of the method
         self.last: dict[tuple, dict[str, str]] = {}  # {recipe: states after the last round, by silo}
@@ -217,7 +218,7 @@ class RemotePhase:
 
     def sent_at_start(self, algorithm: FederatedAlgorithm, server: Any, data: SiloData) -> Sent:
         """What silos are sent for their first states, where they look at it."""
-        algorithm = in_user_precision(algorithm, jax.config.read("jax_enable_x64"))
+        algorithm = in_user_precision(algorithm, self.memory.x64)
         with jax.enable_x64(True):
             received = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key_of(0), s), 0), server)
             return Sent(down=wire.fields(received)) if reads_broadcast(algorithm, received, data) else Sent()
@@ -242,13 +243,16 @@ class RemotePhase:
         key = key_of(0)
 
         def fresh(algorithm: FederatedAlgorithm, server: Any) -> Any:
-            received = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key, s), 0), server)
-            return shapes_of(algorithm.init_silo, key, received, data)
+            algorithm = in_user_precision(algorithm, self.memory.x64)
+            with jax.enable_x64(True):
+                server = shapes_of(algorithm.init, key) if server is None else server
+                received = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key, s), 0), server)
+                return shapes_of(algorithm.init_silo, key, received, data)
 
         rounds = self.memory.rounds
         if self.phase.role != "check" or rounds is None or self.phase.recipe in self.memory.started:
             return fresh(algorithm, server)
-        return fresh(rounds, shapes_of(rounds.init, key))
+        return fresh(rounds, None)
 
     def entered(self, silos: tuple, stack: Stack) -> None:
         """Before a few rounds: they may have to be done again from here."""
