@@ -10,18 +10,6 @@ from numpyro_fed.data.stack import Stack
 from numpyro_fed.remote.states import Elsewhere, as_name
 
 
-
-
-
-def names_of(self, states: tuple, stack: Stack) -> dict[str, str]:
-        return names_of(states, stack)
-
-    def start(self, *args: Any) -> Any:
-        raise NotImplementedError("silos elsewhere are asked for phases that they know: this look is not one of them")
-
-    rounds = in_silos = start
-
-
 class Memory:
     """What a run's engine remembers: all else is a function of what it is given."""
 
