@@ -13,7 +13,7 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed.remote.engine import RemoteError
 from numpyro_fed.remote.policy import Policy
-from numpyro_fed.remote.silos import connect
+from numpyro_fed.remote.silos import DataElsewhere, connect
 
 sys.path.append(str(Path(__file__).parent.parent / "laws"))
 from elsewhere import ALL, Sites, elsewhere, study_of
@@ -89,7 +89,15 @@ def _types(post: Sites) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("method", [EP, SFVI, FEDAVG], ids=["EP", "SFVI", "FedAvg"])
+def others_slow(*methods: Any) -> Any:
+    """Of the first a quick test, of the others slow ones."""
+    names = {id(EP): "EP", id(SFVI): "SFVI", id(FEDAVG): "FedAvg"}
+    slow = [() if i == 0 else pytest.mark.slow for i in range(len(methods))]
+    cases = [pytest.param(one, id=names[id(one)], marks=marks) for one, marks in zip(methods, slow, strict=True)]
+    return pytest.mark.parametrize("method", cases)
+
+
+@others_slow(EP, SFVI, FEDAVG)
 def test_a_silo_that_is_gone_leaves_with_its_term(method: Any, tmp_path: Path) -> None:
     """With a quorum the run ends, names it, and is the run of the others; the verdict is not fine."""
     silos = elsewhere(method, three(), tmp_path, quorum=2, patience=2)
@@ -119,6 +127,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [EP, SFVI], ids=["EP", "SFVI"])
 def test_a_server_that_is_killed_goes_on(method: Any, tmp_path: Path) -> None:
     """After any number of requests, and with every reply lost that was on its way: bit for bit."""
@@ -187,6 +196,7 @@ def test_a_method_that_the_study_does_not_have(tmp_path: Path) -> None:
 # --- what is made of a fit --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_and_add(tmp_path: Path) -> None:
     silos = elsewhere(EP, three(), tmp_path)
     fit = run(EP, silos, check=False)
@@ -200,6 +210,16 @@ def test_without_and_add(tmp_path: Path) -> None:
     np.testing.assert_allclose(there.normal().mean, alone.normal().mean, rtol=1e-4)
     assert fit.conflict().table.shape == here.conflict().table.shape
     assert nf.load(fit.save(tmp_path / "fit"), EP).sample(KEY, 3)
+
+
+def test_what_stays_in_the_silo(tmp_path: Path) -> None:
+    """Globals are drawn here; a silo's own are not, and neither is it fitted by itself from here."""
+    fit = run(EP, elsewhere(EP, three(), tmp_path), 1, check=False)
+    assert fit.sample(KEY, 3)["beta"].shape == (3, 2)
+    with pytest.raises(DataElsewhere, match="are in 'york': draws of them are made there"):
+        fit.predict(KEY, silo="york")
+    with pytest.raises(ValueError, match="numpyro-fed alone"):
+        run(nf.Independent(line), elsewhere(EP, three(), tmp_path / "alone"))
 
 
 def test_other_engines_are_refused(tmp_path: Path) -> None:
