@@ -157,7 +157,12 @@ class Method:
         if elsewhere is not None:
             engine = elsewhere = elsewhere.bound(self, silos, saved.run)
             saved.run = elsewhere.run
-        prepared = self.prepare(silos, engine)
+        again = partial(self._among, key, silos, schedule, dict(engine=engine, progress_bar=progress_bar, check=check))
+        quorum = getattr(engine, "quorum", 1)
+        try:
+            prepared = self.prepare(silos, engine)
+        except Gone as gone:
+            return go_on(gone, None, silos.names, partial(again, num_rounds), quorum)
         if min_rows is not None:
             refuse_small(prepared, check_count("min_rows", min_rows))
         if len(silos.names) < self.fewest:
@@ -169,8 +174,6 @@ class Method:
         name = type(self).__name__
         runner = Runner(engine, key, prepared.stack, split, schedule, progress_bar, name)
         runner.saved_to(saved)
-        if elsewhere is not None:
-            elsewhere.agree(prepared.survey, plan, program)
         runner.books.surveyed(prepared.sent, len(silos.names))
         start = resume.start(init_state, name, program, runner)
         first = runner.round
@@ -178,6 +181,8 @@ class Method:
         runner.later = foreseen(runner, program.posterior, prepared.survey) if check else []
         fit = partial(finished, runner, program.posterior, prepared, silos, self.again(engine), began)
         try:
+            if elsewhere is not None:
+                elsewhere.agree(prepared.survey, plan, program)
             left, states = runner.run(program.phases, *start)
         except NonFinite as error:
             told = explained(error, split, program.posterior, prepared.stack, engine)
@@ -188,12 +193,7 @@ class Method:
             done = gone.role == "rounds" and bool(runner.books.history)
             before = fit(Left(server=gone.server), gone.states, warn=False) if done else None
             rounds = num_rounds and max(1, num_rounds - (gone.round - first))
-            options: dict[str, Any] = dict(engine=engine, progress_bar=progress_bar, check=check)
-            among = getattr(schedule, "among", lambda names: schedule)
-            again = lambda rest, state: Method.run(
-                self, key, silos.only(*rest), rounds, schedule=among(rest), init_state=state, **options
-            )
-            found = go_on(gone, before, silos.names, again, getattr(engine, "quorum", 1))
+            found = go_on(gone, before, silos.names, partial(again, rounds), quorum)
             warn_of_verdict(name, found)
             return found
         evidence: Any = UNASKED
@@ -208,6 +208,20 @@ class Method:
         if progress_bar:
             tqdm.write(f"verdict: {found.verdict.status}", file=sys.stderr)  # beside the bar
         return found
+
+    def _among(
+        self,
+        key: Any,
+        silos: Any,
+        schedule: Schedule,
+        options: dict[str, Any],
+        num_rounds: int | None,
+        rest: tuple[str, ...],
+        state: State | None,
+    ) -> Fit:
+        """The run among some of the silos, from this state of theirs."""
+        among = getattr(schedule, "among", lambda names: schedule)
+        return Method.run(self, key, silos.only(*rest), num_rounds, schedule=among(rest), init_state=state, **options)
 
     def _plan(self, silos: Any, schedule: Schedule, num_rounds: int | None, engine: Engine, check: bool) -> Plan:
         """What is known of the run before anybody is asked; what does not go together says so now."""

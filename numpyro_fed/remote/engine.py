@@ -42,6 +42,7 @@ from numpyro_fed.remote.transport import Failure
 Request = tuple[str, dict[str, Any], bytes]
 
 
+AWAY = ("timeout", "lost")
 FINAL = ("refused", "mismatch")  # kinds of failure that asking again does not mend
 TIDY = 8  # rounds after which silos let go of states that nobody will ask for
 
@@ -103,7 +104,7 @@ class Remote:
                     f"silo {name!r} finds that the split's log density is not NumPyro's on its data, or that they do "
                     "not fit the model: its own log says why, and `numpyro-fed check` there shows it"
                 )
-            raise RemoteError(f"silo {name!r} cannot take part: {why.told}")
+            raise _absent(name, why)
         fine = all(body["padded"] is True for body, _ in said.values())
         self._memory.padded = fine
         return (split if fine else unpadded(split)), None
@@ -115,7 +116,7 @@ class Remote:
         memory.rounds = next(phase for phase in program.phases if phase.role == "rounds").algorithm
         for name, why in self.told("agree", {name: (body, b"") for name in memory.names}).items():
             if isinstance(why, Failure):
-                raise RemoteError(f"silo {name!r} cannot take part: {why.told}")
+                raise _absent(name, why)
 
     def finished(self, fit: Any) -> None:
         """Give the silos the fit, for draws of their own latents there."""
@@ -153,6 +154,13 @@ class Remote:
         raise NotImplementedError("silos elsewhere are asked for phases that they know: this look is not one of them")
 
     rounds = in_silos = start
+
+
+def _absent(silo: str, why: Failure) -> Exception:
+    """One that is away is lost, and a run may go on without it; one that cannot take part is somebody's to mend."""
+    if why.kind in AWAY:
+        return Gone(silo, why.told, None, (), {}, 0)
+    return RemoteError(f"silo {silo!r} cannot take part: {why.told}")
 
 
 @dataclass(frozen=True)

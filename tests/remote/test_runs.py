@@ -12,6 +12,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.remote.engine import RemoteError
+from numpyro_fed.remote.envelope import unpack
 from numpyro_fed.remote.policy import Policy
 from numpyro_fed.remote.silos import DataElsewhere, connect
 
@@ -77,8 +78,6 @@ def test_a_silo_that_is_away_for_a_round_is_held(tmp_path: Path) -> None:
 
 def _types(post: Sites) -> list[Any]:
     """The purpose and round of every request to the first silo, in order."""
-    from numpyro_fed.remote.envelope import unpack
-
     found = []
     for name, request, _ in post.requests:
         if name == "leeds":
@@ -118,6 +117,46 @@ def test_below_the_quorum_it_stops_with_the_fit_so_far(tmp_path: Path) -> None:
     with pytest.raises(nf.SiloLostError, match=r"'york' is lost: .*fewer than quorum=3") as told:
         run(EP, silos, 40, check=False)
     assert told.value.fit is not None and told.value.fit.num_rounds > 0
+
+
+def test_a_silo_that_is_never_there(tmp_path: Path) -> None:
+    """Before the first round it is left out where a quorum allows it, and the verdict says so."""
+    study = study_of(it=EP)
+    for after in (0, 1, 2):  # at the hello, when the run is opened, in the survey
+        sites = Sites(study, three(), tmp_path / str(after))
+        sites.away["york"] = lambda number, after=after: number > after
+        fit = run(EP, connect(study, sites, quorum=2, patience=1), check=False)
+        assert fit.state.names == ("leeds", "hull")
+        assert any("'york'" in reason for reason in fit.verdict.reasons) and fit.verdict.status != "trusted"
+    sites.away["york"] = lambda number: True
+    with pytest.raises(RemoteError, match=r"'york' \(it did not answer in time\) did not answer, .* quorum=3"):
+        connect(study, sites)
+
+
+def test_a_loss_after_a_loss(tmp_path: Path) -> None:
+    """Those who remain are known: one that is away just then is held, as it would be without the loss."""
+    silos = elsewhere(SFVI, three(), tmp_path, quorum=1, patience=3)
+    post = silos.engine.post.transport
+    post.away["leeds"] = lambda number: number > 12
+
+    runs: list[str] = []
+
+    def away(number: int) -> bool:
+        """York is away in the first two rounds that go on without leeds."""
+        asked = unpack(post.request)
+        if asked.run not in runs and asked.body.get("do") == "step" and len(asked.body["from"]):
+            runs.append(asked.run)
+        return runs[1:2] == [asked.run] and asked.body.get("do") == "step" and asked.body["round"] < first() + 2
+
+    def first() -> int:
+        rounds = [unpack(request) for name, request, _ in post.requests if name == "hull"]
+        steps = [one for one in rounds if one.run == runs[1] and one.body.get("do") == "step" and one.body["from"]]
+        return min((one.body["round"] for one in steps), default=99)
+
+    post.away["york"] = away
+    fit = run(SFVI, silos, 30, check=False)
+    assert fit.left == ("leeds",) and set(fit.state.names) == {"york", "hull"}
+    assert 1 <= np.sum(~fit.history["took_part"][:, 1]) <= 3  # york, in the order of all silos
 
 
 # --- processes that end -----------------------------------------------------------------------------------------------
