@@ -10,7 +10,6 @@ import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,7 +32,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.precision import engine_in_x64, in_user_precision
-from numpyro_fed.remote.opening import to_json
+from numpyro_fed.remote.opening import reads_broadcast, to_json
 from numpyro_fed.remote.post import Post
 from numpyro_fed.remote.states import Elsewhere, as_name, as_row, name_of, structure_of
 from numpyro_fed.remote.transport import Failure
@@ -98,7 +97,7 @@ class Remote:
         failed = [(name, why) for name, why in said.items() if isinstance(why, Failure)]
         for name, why in failed:
             if why.told == PartitionError.__name__:
-                return split, PartitionError(
+                raise PartitionError(
                     f"silo {name!r} finds that the split's log density is not NumPyro's on its data, or that they do "
                     "not fit the model: its own log says why, and `numpyro-fed check` there shows it"
                 )
@@ -164,7 +163,7 @@ class Memory:
         self.last: dict[tuple, dict[str, str]] = {}  # {recipe: states after the last round, by silo}
         self.begun: dict[tuple, dict[str, str]] = {}  # {recipe: states before the chunk of rounds that goes on}
         self.pinned: list[dict[str, str]] = []
-        self.structures: dict[tuple, str] = {}  # of what is sent, as each silo was told
+        self.structures: dict[tuple, str] = {}  # of what is sent, as each silo knows
         self._key: Any = None
         self._words: dict[str, Any] = {}
         self.started: set[tuple] = set()  # recipes of phases that began with fresh states
@@ -273,6 +272,7 @@ class RemotePhase:
             if isinstance(reply, Failure):
                 found[j] = Answer([], None, None, reply.told, reply.kind in FINAL)
                 continue
+            self._heard(names[j], body)
             after: Any = ()
             if before:
                 made = name_of(body, sent)
@@ -308,8 +308,8 @@ class RemotePhase:
             **words,
         }
         place = (silo, do, *self.phase.recipe)
-        if self.memory.structures.get(place) != structure:  # told once
-            body["like"] = self.memory.structures[place] = structure
+        if self.memory.structures.get(place) != structure:  # told until it is heard
+            body["like"] = structure
         if do != "step" or at % TIDY == 0:
             body["keep"] = self.memory.keep(silo)
         return body
@@ -320,6 +320,8 @@ class RemotePhase:
         for _ in range(self.engine.patience):
             said = self.engine.told("work", left)
             failed = {name: why for name, why in said.items() if isinstance(why, Failure)}
+            for name in left.keys() - failed.keys():
+                self._heard(name, left[name][0])
             left = {name: bodies[name] for name in failed}
             if not left or any(why.kind in FINAL for why in failed.values()):
                 break
@@ -329,6 +331,11 @@ class RemotePhase:
         self.memory.last[(*self.phase.recipe, next(iter(bodies.values()))[0]["do"])] = made
         return tuple(Elsewhere(np.stack([as_row(made[name]) for name in bucket.names])) for bucket in stack.buckets)
 
+    def _heard(self, silo: str, body: dict[str, Any]) -> None:
+        """It has answered, so it knows the structure of what it was sent."""
+        if "like" in body:
+            self.memory.structures[silo, body["do"], *self.phase.recipe] = body["like"]
+
     def _message(self, question: Question) -> Any:
         """What a silo's message looks like."""
         recipe, algorithm, data = self.phase.recipe, question.algorithm, question.stack.shapes(0)
@@ -337,14 +344,3 @@ class RemotePhase:
             shapes, _ = shapes_of(algorithm.silo_step, key_of(0), question.received, silo, data)
             self.memory.messages[recipe] = shapes
         return self.memory.messages[recipe]
-
-
-def reads_broadcast(algorithm: FederatedAlgorithm, received: Any, data: SiloData) -> bool:
-    """Whether a silo's first state depends on what the server sends."""
-    key = key_of(0)
-    program = jax.make_jaxpr(partial(algorithm.init_silo, key))(received, data).jaxpr
-    known = set(program.invars[: len(jax.tree.leaves(received))])
-    for step in program.eqns:
-        if any(not hasattr(var, "val") and var in known for var in step.invars):
-            known.update(step.outvars)
-    return any(not hasattr(var, "val") and var in known for var in program.outvars)
