@@ -188,10 +188,11 @@ class Method:
             done = gone.role == "rounds" and bool(runner.books.history)
             before = fit(Left(server=gone.server), gone.states, warn=False) if done else None
             rounds = num_rounds and max(1, num_rounds - (gone.round - first))
-            options: dict[str, Any] = dict(engine=engine, progress_bar=progress_bar, check=check)
+            options: dict[str, Any] = dict(progress_bar=progress_bar, check=check)
             among = getattr(schedule, "among", lambda names: schedule)
-            again = lambda rest, state: Method.run(
-                self, key, silos.only(*rest), rounds, schedule=among(rest), init_state=state, **options
+            where = lambda why: engine if elsewhere is None else elsewhere.doubted(why)
+            again = lambda rest, state, why: Method.run(
+                self, key, silos.only(*rest), rounds, schedule=among(rest), init_state=state, engine=where(why), **options
             )
             found = go_on(gone, before, silos.names, again, getattr(engine, "quorum", 1))
             warn_of_verdict(name, found)

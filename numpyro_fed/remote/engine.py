@@ -6,11 +6,9 @@ in words (``Phase.recipe``), and of its state the server holds the name (:mod:`n
 
 import hashlib
 import secrets
-import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -33,6 +31,7 @@ from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.precision import engine_in_x64, in_user_precision
 from numpyro_fed.remote.opening import reads_broadcast, to_json
+from numpyro_fed.remote.own import saved_for
 from numpyro_fed.remote.post import Post
 from numpyro_fed.remote.states import Elsewhere, as_name, as_row, name_of, structure_of
 from numpyro_fed.remote.transport import Failure
@@ -69,6 +68,7 @@ class Remote:
     method: str = ""  # the study's name of it
     run: str = ""  # hex: what this run is called in the silos
     seed: str = ""  # of what runs are called, where a sequence of processes must call them the same; "": at random
+    doubts: tuple[str, ...] = ()  # why the next run's fit is not that of all silos
     memory: "Memory | None" = None
 
     chunk: ClassVar[int] = 16
@@ -83,7 +83,8 @@ class Remote:
         run = run or self._called(silos.name_of(method), silos.names)
         post = Post(self.post.transport, self.post.study, run)
         post.traffic = self.post.traffic  # one account
-        return replace(self, post=post, method=silos.name_of(method), run=run, memory=Memory(silos.names))
+        memory = Memory(silos.names, self.doubts)
+        return replace(self, post=post, method=silos.name_of(method), run=run, doubts=(), memory=memory)
 
     def _called(self, method: str, names: tuple[str, ...]) -> str:
         if not self.seed:
@@ -115,11 +116,13 @@ class Remote:
             if isinstance(why, Failure):
                 raise RemoteError(f"silo {name!r} cannot take part: {why.told}")
 
+    def doubted(self, why: str) -> "Remote":
+        return replace(self, doubts=(*self._memory.doubts, why))
+
     def finished(self, fit: Any) -> None:
-        """Give the silos the fit, for draws of their own latents there."""
-        with tempfile.TemporaryDirectory() as folder:
-            saved = fit.save(Path(folder) / "fit.npz").read_bytes()
-        self.told("end", {name: ({"run": self.run}, saved) for name in self._memory.names})
+        """Give the silos the fit, for draws of their own latents there; of the others they are told no more."""
+        fit = replace(fit, reasons=(*fit.reasons, *self._memory.doubts))
+        self.told("end", {name: ({"run": self.run}, saved_for(fit, name)) for name in self._memory.names})
 
     def told(self, type: str, requests: dict[str, tuple[dict[str, Any], bytes]]) -> dict[str, Any]:
         """Replies by silo: (body, payload), or a Failure."""
@@ -156,8 +159,8 @@ class Remote:
 class Memory:
     """What a run's engine remembers: all else is a function of what it is given."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
+    def __init__(self, names: tuple[str, ...], doubts: tuple[str, ...] = ()) -> None:
+        self.names, self.doubts = names, doubts
         self.padded = True
         self.rounds: FederatedAlgorithm | None = None  # of the method
         self.last: dict[tuple, dict[str, str]] = {}  # {recipe: states after the last round, by silo}

@@ -24,7 +24,7 @@ def go_on(
     gone: Gone,
     before: Fit | None,
     names: tuple[str, ...],
-    run: Callable[[tuple[str, ...], Any], Fit],
+    run: Callable[[tuple[str, ...], Any, str], Fit],
     quorum: int = 1,
 ) -> Fit:
     """The fit of the silos that are left.
@@ -32,7 +32,7 @@ def go_on(
     Args:
         before: the rounds so far; None: there were none.
         names: of all silos.
-        run: (names, state to go on from or None) -> Fit
+        run: (names, state to go on from or None, why the fit is not that of all) -> Fit
         quorum: silos below which it does not go on.
     """
     rest = tuple(name for name in names if name != gone.silo)
@@ -43,14 +43,14 @@ def go_on(
         error.fit = before
         raise error from None
     state = None if before is None else _without(before.posterior, before.state, rest)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", VerdictWarning)  # said of the whole
-        after = run(rest, state)
     reason = (
         f"silo {gone.silo!r} was lost {f'at round {gone.round}' if before else 'before the first round'} ({gone.why}) "
         f"and left with its term: this is the posterior of the {len(rest)} other silo{'s' * (len(rest) > 1)}. Once it "
         "is back, run again with all of them, run(..., init_state=fit)"
     )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VerdictWarning)  # said of the whole
+        after = run(rest, state, reason)
     all_ = np.arange(len(rest))  # who were asked, now that there is one more name
     told = tuple(entry if entry.who is not None else entry._replace(who=all_) for entry in after.sent)
     after = replace(after, reasons=(*after.reasons, reason), sent=told)
