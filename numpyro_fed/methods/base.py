@@ -39,10 +39,12 @@ from numpyro_fed.run.diagnose import NonFinite, explained
 from numpyro_fed.run.finish import finished, warn_of, warn_of_verdict
 from numpyro_fed.run.foresee import foresee
 from numpyro_fed.run.identity import identity
-from numpyro_fed.run.lost import go_on
+from numpyro_fed.run.lost import SiloLostError, go_on
 from numpyro_fed.run.prepare import Prepared, prepare, refuse_small
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import Schedule, as_schedule
+
+ONLY = "run(key, silos.only(*names))"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,10 @@ class Method:
     def prepare(self, silos: Any, engine: Engine | None = None) -> Prepared:
         """The model divided over the silos, and what they answered."""
         local, shared = getattr(self, "local", None), getattr(self, "shared", None)
-        return prepare(self.model, silos, local, shared, engine, self.batch_size_for)
+        try:
+            return prepare(self.model, silos, local, shared, engine, self.batch_size_for)
+        except Gone as gone:
+            raise SiloLostError(f"{gone}. Nobody was asked for a round yet; without it: {ONLY}") from None
 
     def batch_size_for(self, split: SplitModel) -> int | None:
         """Rows of a silo that a step looks at, of which silos are asked in the survey; None: all."""
@@ -247,7 +252,10 @@ def _fresh(method: Method, engine: Engine, rng_key: Any, silos: Any) -> Fresh:
         elsewhere.agree(survey, plan, program)
     phase = next(phase for phase in program.phases if phase.role == "rounds")
     runner = Runner(engine, check_key(rng_key), stack, split, as_schedule(None), False, "")
-    server, states = runner.begun(phase, runner.key)
+    try:
+        server, states = runner.begun(phase, runner.key)
+    except Gone as gone:
+        raise SiloLostError(f"{gone}. Nobody was asked for a round yet; without it: {ONLY}") from None
     buckets = tuple(bucket.names for bucket in stack.buckets)
     state = State(type(method).__name__, stack.names, buckets, server, states, 0)
     return Fresh(split, state, tuple(dict(bucket.lengths) for bucket in stack.buckets))

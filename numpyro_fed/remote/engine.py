@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from numpyro_fed.algorithm import FederatedAlgorithm, Phase, Plan, _begin_silo
+from numpyro_fed.checks import warn_user
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
@@ -35,6 +36,7 @@ from numpyro_fed.remote.own import saved_for
 from numpyro_fed.remote.post import Post
 from numpyro_fed.remote.states import Elsewhere, as_name, as_row, name_of, structure_of
 from numpyro_fed.remote.transport import Failure
+from numpyro_fed.run.lost import SiloLostError
 
 Request = tuple[str, dict[str, Any], bytes]
 
@@ -43,7 +45,7 @@ FINAL = ("refused", "mismatch")  # kinds of failure that asking again does not m
 TIDY = 8  # rounds after which silos let go of states that nobody will ask for
 
 
-class RemoteError(RuntimeError):
+class RemoteError(SiloLostError):
     """A silo elsewhere that cannot take part, before a run has begun; the text says which and what to do."""
 
 
@@ -122,7 +124,10 @@ class Remote:
     def finished(self, fit: Any) -> None:
         """Give the silos the fit, for draws of their own latents there; of the others they are told no more."""
         fit = replace(fit, reasons=(*fit.reasons, *self._memory.doubts))
-        self.told("end", {name: ({"run": self.run}, saved_for(fit, name)) for name in self._memory.names})
+        said = self.told("end", {name: ({"run": self.run}, saved_for(fit, name)) for name in self._memory.names})
+        for name, why in said.items():
+            if isinstance(why, Failure):
+                warn_user(f"silo {name!r} was not brought the fit ({why.told}): it draws no latents of its own from it")
 
     def told(self, type: str, requests: dict[str, tuple[dict[str, Any], bytes]]) -> dict[str, Any]:
         """Replies by silo: (body, payload), or a Failure."""

@@ -50,7 +50,11 @@ def go_on(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", VerdictWarning)  # said of the whole
-        after = run(rest, state, reason)
+        try:
+            after = run(rest, state, reason)
+        except SiloLostError as error:  # another, before it had done a round of its own
+            error.fit = before if error.fit is None else error.fit
+            raise
     all_ = np.arange(len(rest))  # who were asked, now that there is one more name
     told = tuple(entry if entry.who is not None else entry._replace(who=all_) for entry in after.sent)
     after = replace(after, reasons=(*after.reasons, reason), sent=told)

@@ -16,6 +16,7 @@ from numpyro_fed.engines import wire
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.remote.envelope import Envelope, pack, unpack
 from numpyro_fed.remote.own import own_fit
+from numpyro_fed.remote.policy import Policy
 from numpyro_fed.remote.states import Kept, States, name_of, structure_of
 from numpyro_fed.remote.worker import MOST_RUNS
 from numpyro_fed.run.modes import SearchBroadcast
@@ -36,7 +37,7 @@ def asked(silos: Any, type: str, name: str = "york") -> list[Any]:
 # --- what is lost on the way ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [EP, SFVI], ids=["EP", "SFVI"])
+@pytest.mark.parametrize("method", [pytest.param(EP, marks=pytest.mark.slow), SFVI], ids=["EP", "SFVI"])
 def test_any_one_request_may_be_lost(method: Any, tmp_path: Path) -> None:
     """Also the first of a phase, which alone tells the structure of what is sent: nobody is lost for it."""
     whole = elsewhere(method, three(), tmp_path / "whole")
@@ -52,6 +53,37 @@ def test_any_one_request_may_be_lost(method: Any, tmp_path: Path) -> None:
     silos.engine.post.transport.away["york"] = lambda number: number == first
     fit = run(method, silos, 3, check=False)
     assert fit.left == () and fit.history["took_part"][-1].all()
+
+
+def test_a_silo_that_is_lost_before_the_rounds_is_named(tmp_path: Path) -> None:
+    """In an error that a program can catch."""
+    silos = elsewhere(SFVI, three(), tmp_path, patience=1)
+    silos.engine.post.transport.away["york"] = lambda number: number == 3  # the survey
+    with pytest.raises(nf.SiloLostError, match=r"'york' is lost: .* without it: run\(key, silos.only"):
+        run(SFVI, silos, 2, check=False)
+    policy = Policy(phases=("start", "rounds"), least_rows=1)
+    with pytest.raises(nf.SiloLostError, match="refuses: its policy allows no survey"):
+        run(SFVI, elsewhere(SFVI, three(), tmp_path / "other", policy=policy), 2, check=False)
+
+
+def test_a_second_loss_keeps_the_fit_so_far(tmp_path: Path) -> None:
+    """One silo is lost for good, and another is away when the run of the others is opened."""
+    silos = elsewhere(SFVI, three(), tmp_path, quorum=1, patience=1)
+    away = silos.engine.post.transport.away
+    away["york"], away["hull"] = (lambda number: number > 8), (lambda number: number == 10)
+    with pytest.raises(nf.SiloLostError, match="'hull' cannot take part") as told:
+        run(SFVI, silos, 12, check=False)
+    assert told.value.fit.num_rounds > 0
+
+
+def test_a_silo_that_was_not_brought_the_fit_is_named(tmp_path: Path) -> None:
+    silos = elsewhere(SFVI, three(), tmp_path)
+    run(SFVI, silos, 1, check=False)
+    last = silos.engine.post.transport.asked
+    silos = elsewhere(SFVI, three(), tmp_path / "again")
+    silos.engine.post.transport.away["york"] = lambda number: number == last
+    with pytest.warns(UserWarning, match=r"'york' was not brought the fit \(it did not answer in time\)"):
+        run(SFVI, silos, 1, check=False)
 
 
 def test_data_that_do_not_fit_are_called_so(tmp_path: Path) -> None:
@@ -91,6 +123,7 @@ def test_states_are_for_their_owner(tmp_path: Path) -> None:
     assert (tmp_path / "york" / "runs").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_is_used_is_not_let_go(tmp_path: Path) -> None:
     """Further runs from one fit, any number of them, find its states."""
     silos = elsewhere(SFVI, three(), tmp_path)
