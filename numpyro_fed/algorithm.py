@@ -219,6 +219,8 @@ class Posterior(Protocol):
     - ``sites``, ``reordered``, ``joined`` and ``joined_silo`` (:class:`numpyro_fed.results.influence.HasSites`): a
       factor for each silo. ``reordered(server, order)`` is for any server state with an entry for each silo, so that a
       run can go on with the silos in another order. Without ``sites``, ``no_factors`` says why there are none.
+    - ``known_to(server, place)``: of a server state with an entry for each silo, what one of them is given when the
+      run is over and it is elsewhere: all that draws need, and no other's entry.
     - ``reads_data`` (bool): locals are read off the data by an encoder or a guide function, and so are not drawn
       without them; ``inputs``: the names of the arguments that an encoder reads.
     - ``local_context``, ``sample_local_with_log_prob`` and ``local_program``

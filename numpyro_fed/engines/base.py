@@ -88,6 +88,10 @@ class TellsSilos(Engine, Protocol):
         """What all silos said, and how long the run will be."""
         ...
 
+    def doubted(self, why: str) -> "TellsSilos":
+        """The same for a run whose fit is not that of all silos: they are told why."""
+        ...
+
     def finished(self, fit: Any) -> None:
         """The fit, for what is made of it where the data are."""
         ...

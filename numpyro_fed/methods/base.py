@@ -39,10 +39,12 @@ from numpyro_fed.run.diagnose import NonFinite, explained
 from numpyro_fed.run.finish import finished, warn_of, warn_of_verdict
 from numpyro_fed.run.foresee import foresee
 from numpyro_fed.run.identity import identity
-from numpyro_fed.run.lost import go_on
+from numpyro_fed.run.lost import SiloLostError, go_on
 from numpyro_fed.run.prepare import Prepared, prepare, refuse_small
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import Schedule, as_schedule
+
+ONLY = "run(key, silos.only(*names))"
 
 
 @dataclass(frozen=True)
@@ -218,8 +220,12 @@ class Method:
         num_rounds: int | None,
         rest: tuple[str, ...],
         state: State | None,
+        why: str,
     ) -> Fit:
-        """The run among some of the silos, from this state of theirs."""
+        """The run among some of the silos, from this state of theirs; silos elsewhere are told why."""
+        elsewhere = tells_silos(options["engine"])
+        if elsewhere is not None:
+            options = options | {"engine": elsewhere.doubted(why)}
         among = getattr(schedule, "among", lambda names: schedule)
         return Method.run(self, key, silos.only(*rest), num_rounds, schedule=among(rest), init_state=state, **options)
 
@@ -254,13 +260,16 @@ def _fresh(method: Method, engine: Engine, rng_key: Any, silos: Any) -> Fresh:
     elsewhere = tells_silos(engine)
     if elsewhere is not None:
         engine = elsewhere = elsewhere.bound(method, silos, "")
-    split, survey, stack, _ = method.prepare(silos, engine)
-    program = _numbered(method.compile(split, survey, plan))
-    if elsewhere is not None:
-        elsewhere.agree(survey, plan, program)
-    phase = next(phase for phase in program.phases if phase.role == "rounds")
-    runner = Runner(engine, check_key(rng_key), stack, split, as_schedule(None), False, "")
-    server, states = runner.begun(phase, runner.key)
+    try:
+        split, survey, stack, _ = method.prepare(silos, engine)
+        program = _numbered(method.compile(split, survey, plan))
+        if elsewhere is not None:
+            elsewhere.agree(survey, plan, program)
+        phase = next(phase for phase in program.phases if phase.role == "rounds")
+        runner = Runner(engine, check_key(rng_key), stack, split, as_schedule(None), False, "")
+        server, states = runner.begun(phase, runner.key)
+    except Gone as gone:
+        raise SiloLostError(f"{gone}. Nobody was asked for a round yet; without it: {ONLY}") from None
     buckets = tuple(bucket.names for bucket in stack.buckets)
     state = State(type(method).__name__, stack.names, buckets, server, states, 0)
     return Fresh(split, state, tuple(dict(bucket.lengths) for bucket in stack.buckets))

@@ -107,6 +107,26 @@ class SitesPosterior:
                 rest=server.rest if everyone else jax.tree.map(jnp.zeros_like, server.rest),  # of another posterior
             )
 
+    def known_to(self, server: Any, place: int) -> Any:
+        """The server state for one of its silos: its own site, and in the others' places the mean of theirs.
+
+        The product is the same, and a silo reads no other's site off it; of two silos, each knows the other's.
+        """
+        own = np.arange(server.visits.shape[0]) == place
+
+        def pooled(leaf: Any) -> Any:
+            mine = own.reshape(-1, *(1,) * (leaf.ndim - 1))
+            return jnp.where(mine, leaf, jnp.sum(jnp.where(mine, 0, leaf), axis=0) / max(own.size - 1, 1))
+
+        with jax.enable_x64(True):
+            each = server.sites.each if self.tied else jax.tree.map(pooled, server.sites.each)
+            values = jnp.append(pooled(server.values[:-1]), server.values[-1])
+            return server._replace(
+                sites=server.sites._replace(each=each),
+                moving=pooled(server.moving).astype(server.moving.dtype),
+                values=values.astype(server.values.dtype),
+            )
+
     def joined(self, fresh: Any, old: Any, places: np.ndarray) -> Any:
         """A fresh server state of more silos, in which those at ``places`` have their old sites."""
         grown = lambda new, was: new.at[places].set(was)

@@ -95,6 +95,13 @@ class PropagationPosterior(PointPosterior):
         sites = jax.tree.map(lambda leaf: leaf[jnp.asarray(order)], server.beside.sites)
         return server._replace(beside=server.beside._replace(sites=sites))
 
+    def known_to(self, server: Any, place: int) -> Any:
+        """The server state for one of its silos: without the others' sites, which draws do not need."""
+        if not isinstance(server.beside, Propagation):
+            return server
+        sites = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[place], leaf.shape), server.beside.sites)
+        return server._replace(beside=server.beside._replace(sites=sites))
+
 
 class Auxiliary(NamedTuple):
     """The auxiliary loss of one model."""

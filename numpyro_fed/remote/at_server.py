@@ -19,6 +19,7 @@ from numpyro_fed.remote.sockets import Sockets
 from numpyro_fed.remote.study import Study
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.load import load
+from numpyro_fed.run.lost import SiloLostError
 
 WAITING = 3  # exit code of a round that waits for replies
 
@@ -37,19 +38,32 @@ def run(args: argparse.Namespace) -> int:
     keys = {name: secret(path) for name, path in config.keys.items()}
     with Sockets(config.listen.address, keys, tls, told=say) as transport:
         say(f"listening at {transport.address[0]}:{transport.address[1]} for {', '.join(transport.names)}")
-        silos = connect(study, transport, timeout=args.timeout, quorum=args.quorum, patience=args.patience)
-        fit = method.run(
-            jax.random.key(args.seed),
-            silos,
-            args.rounds,
-            check=not args.no_check,
-            checkpoint=checkpoint,
-            checkpoint_every=args.checkpoint_every,
-            progress_bar=sys.stderr.isatty(),
-        )
+        try:
+            silos = connect(study, transport, timeout=args.timeout, quorum=args.quorum, patience=args.patience)
+            fit = method.run(
+                jax.random.key(args.seed),
+                silos,
+                args.rounds,
+                check=not args.no_check,
+                checkpoint=checkpoint,
+                checkpoint_every=args.checkpoint_every,
+                progress_bar=sys.stderr.isatty(),
+            )
+        except SiloLostError as lost:
+            raise SiloLostError(_so_far(lost, out, checkpoint)) from None
         _finish(fit, out, silos, transport.traffic)
     checkpoint.unlink(missing_ok=True)
     return 0
+
+
+def _so_far(lost: SiloLostError, out: Path, checkpoint: Path) -> str:
+    """What to type when a run has stopped, its fit so far beside where the whole one would be."""
+    told = str(lost).replace("The error's .fit is the last good state", "").rstrip(". ")
+    if lost.fit is not None:
+        told += f". The fit so far, which is not that of the run, is in {lost.fit.save(out.with_suffix('.so-far.npz'))}"
+    if checkpoint.exists():
+        told += f". When the silo is back, type the same command again: it goes on from {checkpoint}"
+    return told
 
 
 def round_(args: argparse.Namespace) -> int:

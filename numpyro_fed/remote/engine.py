@@ -6,18 +6,16 @@ in words (``Phase.recipe``), and of its state the server holds the name (:mod:`n
 
 import hashlib
 import secrets
-import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from numpyro_fed.algorithm import FederatedAlgorithm, Phase, Plan, _begin_silo
+from numpyro_fed.checks import warn_user
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
@@ -34,10 +32,12 @@ from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.precision import engine_in_x64, in_user_precision
 from numpyro_fed.remote.memory import Memory, names_of
-from numpyro_fed.remote.opening import to_json
+from numpyro_fed.remote.opening import reads_broadcast, to_json
+from numpyro_fed.remote.own import saved_for
 from numpyro_fed.remote.post import Post
 from numpyro_fed.remote.states import Elsewhere, as_row, name_of, structure_of
 from numpyro_fed.remote.transport import Failure
+from numpyro_fed.run.lost import SiloLostError
 
 Request = tuple[str, dict[str, Any], bytes]
 
@@ -47,7 +47,7 @@ FINAL = ("refused", "mismatch")  # kinds of failure that asking again does not m
 TIDY = 8  # rounds after which silos let go of states that nobody will ask for
 
 
-class RemoteError(RuntimeError):
+class RemoteError(SiloLostError):
     """A silo elsewhere that cannot take part, before a run has begun; the text says which and what to do."""
 
 
@@ -72,6 +72,7 @@ class Remote:
     method: str = ""  # the study's name of it
     run: str = ""  # hex: what this run is called in the silos
     seed: str = ""  # of what runs are called, where a sequence of processes must call them the same; "": at random
+    doubts: tuple[str, ...] = ()  # why the next run's fit is not that of all silos
     memory: Memory | None = None
 
     chunk: ClassVar[int] = 16
@@ -86,7 +87,8 @@ class Remote:
         run = run or self._called(silos.name_of(method), silos.names)
         post = Post(self.post.transport, self.post.study, run)
         post.traffic = self.post.traffic  # one account
-        return replace(self, post=post, method=silos.name_of(method), run=run, memory=Memory(silos.names))
+        memory = Memory(silos.names, self.doubts)
+        return replace(self, post=post, method=silos.name_of(method), run=run, doubts=(), memory=memory)
 
     def _called(self, method: str, names: tuple[str, ...]) -> str:
         if not self.seed:
@@ -96,11 +98,11 @@ class Remote:
     def certified(self, split: SplitModel, silos: Any) -> tuple[SplitModel, PartitionError | None]:
         """Every silo divides the model as the server does, and looks whether that is right on its own data."""
         body = {"run": self.run, "method": self.method, "silos": silos.described, "told": silos.told}
-        said = self.told("open", {name: (body, b"") for name in silos.names})
+        said = self._everyone("open", body, silos.names)
         failed = [(name, why) for name, why in said.items() if isinstance(why, Failure)]
         for name, why in failed:
             if why.told == PartitionError.__name__:
-                return split, PartitionError(
+                raise PartitionError(
                     f"silo {name!r} finds that the split's log density is not NumPyro's on its data, or that they do "
                     "not fit the model: its own log says why, and `numpyro-fed check` there shows it"
                 )
@@ -114,15 +116,30 @@ class Remote:
         memory = self._memory
         body = {"run": self.run, "survey": to_json(survey), "plan": to_json(plan), "padded": memory.padded}
         memory.rounds = next(phase for phase in program.phases if phase.role == "rounds").algorithm
-        for name, why in self.told("agree", {name: (body, b"") for name in memory.names}).items():
+        for name, why in self._everyone("agree", body, memory.names).items():
             if isinstance(why, Failure):
                 raise _absent(name, why)
 
+    def doubted(self, why: str) -> "Remote":
+        return replace(self, doubts=(*self._memory.doubts, why))
+
     def finished(self, fit: Any) -> None:
-        """Give the silos the fit, for draws of their own latents there."""
-        with tempfile.TemporaryDirectory() as folder:
-            saved = fit.save(Path(folder) / "fit.npz").read_bytes()
-        self.told("end", {name: ({"run": self.run}, saved) for name in self._memory.names})
+        """Give the silos the fit, for draws of their own latents there; of the others they are told no more."""
+        fit = replace(fit, reasons=(*fit.reasons, *self._memory.doubts))
+        said = self.told("end", {name: ({"run": self.run}, saved_for(fit, name)) for name in self._memory.names})
+        for name, why in said.items():
+            if isinstance(why, Failure):
+                warn_user(f"silo {name!r} was not brought the fit ({why.told}): it draws no latents of its own from it")
+
+    def _everyone(self, type: str, body: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        """Replies of all silos; one that is away is asked again."""
+        said, left = dict[str, Any](), list(names)
+        for _ in range(self.patience):
+            said |= self.told(type, {name: (body, b"") for name in left})
+            left = [name for name in left if isinstance(said[name], Failure) and said[name].kind in AWAY]
+            if not left:
+                break
+        return said
 
     def told(self, type: str, requests: dict[str, tuple[dict[str, Any], bytes]]) -> dict[str, Any]:
         """Replies by silo: (body, payload), or a Failure."""
@@ -246,6 +263,7 @@ class RemotePhase:
             if isinstance(reply, Failure):
                 found[j] = Answer([], None, None, reply.told, reply.kind in FINAL)
                 continue
+            self._heard(names[j], body)
             after: Any = ()
             if before:
                 made = name_of(body, sent)
@@ -281,8 +299,8 @@ class RemotePhase:
             **words,
         }
         place = (silo, do, *self.phase.recipe)
-        if self.memory.structures.get(place) != structure:  # told once
-            body["like"] = self.memory.structures[place] = structure
+        if self.memory.structures.get(place) != structure:  # told until it is heard
+            body["like"] = structure
         if do != "step" or at % TIDY == 0:
             body["keep"] = self.memory.keep(silo)
         return body
@@ -293,6 +311,8 @@ class RemotePhase:
         for _ in range(self.engine.patience):
             said = self.engine.told("work", left)
             failed = {name: why for name, why in said.items() if isinstance(why, Failure)}
+            for name in left.keys() - failed.keys():
+                self._heard(name, left[name][0])
             left = {name: bodies[name] for name in failed}
             if not left or any(why.kind in FINAL for why in failed.values()):
                 break
@@ -302,6 +322,11 @@ class RemotePhase:
         self.memory.last[(*self.phase.recipe, next(iter(bodies.values()))[0]["do"])] = made
         return tuple(Elsewhere(np.stack([as_row(made[name]) for name in bucket.names])) for bucket in stack.buckets)
 
+    def _heard(self, silo: str, body: dict[str, Any]) -> None:
+        """It has answered, so it knows the structure of what it was sent."""
+        if "like" in body:
+            self.memory.structures[silo, body["do"], *self.phase.recipe] = body["like"]
+
     def _message(self, question: Question) -> Any:
         """What a silo's message looks like."""
         recipe, algorithm, data = self.phase.recipe, question.algorithm, question.stack.shapes(0)
@@ -310,14 +335,3 @@ class RemotePhase:
             shapes, _ = shapes_of(algorithm.silo_step, key_of(0), question.received, silo, data)
             self.memory.messages[recipe] = shapes
         return self.memory.messages[recipe]
-
-
-def reads_broadcast(algorithm: FederatedAlgorithm, received: Any, data: SiloData) -> bool:
-    """Whether a silo's first state depends on what the server sends."""
-    key = key_of(0)
-    program = jax.make_jaxpr(partial(algorithm.init_silo, key))(received, data).jaxpr
-    known = set(program.invars[: len(jax.tree.leaves(received))])
-    for step in program.eqns:
-        if any(not hasattr(var, "val") and var in known for var in step.invars):
-            known.update(step.outvars)
-    return any(not hasattr(var, "val") and var in known for var in program.outvars)

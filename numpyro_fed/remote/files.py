@@ -113,8 +113,6 @@ class Files:
             return Failure("lost", "its replies are waited for no longer")
         self._queue.append(Queued(number, name, digest, data))
         asked = envelope.unpack(data)
-        if asked.type == "end":  # the run is over: whether the silo took the fit makes no difference to it
-            return Failure("timeout", "its reply is not waited for")
         return presumed(asked, digest) if says_nothing(asked) else None
 
     def close(self) -> None:
@@ -175,7 +173,7 @@ class Files:
 
 def says_nothing(asked: Envelope) -> bool:
     """Whether the reply, if it is no error, is empty whatever the data are."""
-    return asked.type == "agree" or (asked.type == "work" and asked.body.get("do") in SILENT)
+    return asked.type in ("agree", "end") or (asked.type == "work" and asked.body.get("do") in SILENT)
 
 
 def presumed(asked: Envelope, digest: str) -> bytes:

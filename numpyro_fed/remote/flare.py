@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -171,7 +172,7 @@ class FlareServer:
     whoever submitted the job can download it.
 
     Where silos are not connected, and the quorum allows it, the run is one of the others alone, with a checkpoint of
-    its own: its target is their posterior, and the outcome names who is missing.
+    its own: its target is their posterior, and the verdict and the outcome name who is missing.
 
     Args:
         study: the name of the server's own copy of the study file.
@@ -242,8 +243,15 @@ class FlareServer:
 
         study = Study.load(server_folder() / "studies" / f"{self.study}.py")  # first: it may choose 64 bits
         enable_cache(server_folder() / "programs")
-        without = "".join(f"-without-{name}" for name in self.silos if name not in transport.connected)
+        missing = [name for name in self.silos if name not in transport.connected]
+        without = "".join(f"-without-{name}" for name in missing)
+        doubts = tuple(
+            f"silo {name!r} was not connected when the run began: this is the posterior of the "
+            f"{len(transport.connected)} others. Once it is back, run again with all of them, under another name"
+            for name in missing
+        )
         silos = connect(study, transport, names=transport.connected, timeout=self.timeout, quorum=self.quorum or None)
+        silos.engine = replace(silos.engine, doubts=doubts)  # silos are told, too
         fit = study.method(self.method).run(
             jax.random.key(self.seed),
             silos,
@@ -253,7 +261,7 @@ class FlareServer:
             checkpoint_every=self.checkpoint_every or None,
             progress_bar=False,
         )
-        fit.save(folder / FIT)
+        replace(fit, reasons=(*fit.reasons, *doubts)).save(folder / FIT)
 
 
 def server_folder() -> Path:

@@ -13,15 +13,15 @@ from numpyro_fed.remote.states import Elsewhere, as_name
 class Memory:
     """What a run's engine remembers: all else is a function of what it is given."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
+    def __init__(self, names: tuple[str, ...], doubts: tuple[str, ...] = ()) -> None:
+        self.names, self.doubts = names, doubts
         self.x64 = bool(jax.config.read("jax_enable_x64"))
         self.padded = True
         self.rounds: FederatedAlgorithm | None = None  # of the method
         self.last: dict[tuple, dict[str, str]] = {}  # {recipe: states after the last round, by silo}
         self.begun: dict[tuple, dict[str, str]] = {}  # {recipe: states before the chunk of rounds that goes on}
         self.pinned: list[dict[str, str]] = []
-        self.structures: dict[tuple, str] = {}  # of what is sent, as each silo was told
+        self.structures: dict[tuple, str] = {}  # of what is sent, as each silo knows
         self._key: Any = None
         self._words: dict[str, Any] = {}
         self.started: set[tuple] = set()  # recipes of phases that began with fresh states

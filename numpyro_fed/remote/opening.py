@@ -9,14 +9,17 @@ will be, and compiles the method as the server does.
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from numpyro_fed.algorithm import Plan, Program
+from numpyro_fed.algorithm import FederatedAlgorithm, Plan, Program
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.silos import Silos, at_silo
 from numpyro_fed.data.stack import Stack, stack_of
+from numpyro_fed.host import key_of
 from numpyro_fed.methods.base import Method
 from numpyro_fed.model.build import certified, uncertified, unpadded
 from numpyro_fed.model.split_model import SplitModel
@@ -111,3 +114,14 @@ def from_json(kind: type, node: Any) -> Any:
 
 def _no_array(leaf: Any) -> Any:
     raise PartitionError("what is agreed on has no arrays")
+
+
+def reads_broadcast(algorithm: FederatedAlgorithm, received: Any, data: SiloData) -> bool:
+    """Whether a silo's first state depends on what the server sends."""
+    key = key_of(0)
+    program = jax.make_jaxpr(partial(algorithm.init_silo, key))(received, data).jaxpr
+    known = set(program.invars[: len(jax.tree.leaves(received))])
+    for step in program.eqns:
+        if any(not hasattr(var, "val") and var in known for var in step.invars):
+            known.update(step.outvars)
+    return any(not hasattr(var, "val") and var in known for var in program.outvars)

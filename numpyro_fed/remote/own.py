@@ -3,10 +3,13 @@
 Draws of a silo's latents are made here, and stay here.
 """
 
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from numpyro_fed.remote.errors import ToldError
 from numpyro_fed.remote.states import Elsewhere, as_name
@@ -17,6 +20,20 @@ from numpyro_fed.results.load import load
 
 class NoFit(ToldError, ValueError):
     """There is no finished run in the silo's folder, or not all of it."""
+
+
+def saved_for(fit: Fit, silo: str) -> bytes:
+    """The file of a fit that one of its silos is brought: the posterior, and nothing that another silo alone has sent.
+
+    Sites of the others are pooled (``Posterior.known_to``), and columns of the history with a number for each silo are
+    left out. Names, shapes and numbers of observations are told when a run is opened.
+    """
+    known = getattr(fit.posterior, "known_to", lambda server, place: server)
+    server = known(fit.state.server, fit.state.names.index(silo))
+    history = {name: column for name, column in fit.history.items() if np.ndim(column) == 1}
+    with tempfile.TemporaryDirectory() as folder:
+        told = replace(fit, state=fit.state._replace(server=server), history=history)
+        return told.save(Path(folder) / "fit.npz").read_bytes()
 
 
 def own_fit(worker: Worker, run: str | None = None) -> Fit:

@@ -7,15 +7,17 @@ was told when the run was opened, and what a phase is for is known from here, no
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from numpyro_fed.algorithm import FederatedAlgorithm, Phase
+from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm, Phase
 from numpyro_fed.engines.stale import stale
+from numpyro_fed.host import key_of
 from numpyro_fed.remote.opening import Agreed
 from numpyro_fed.run.locals import locals_round
 from numpyro_fed.run.modes import modes_phase, with_few_nodes
 from numpyro_fed.run.target import exact_marginal, target_round
-from numpyro_fed.run.theta import theta_round
+from numpyro_fed.run.theta import ThetaBroadcast, theta_round
 
 Recipe = tuple[str | int, ...]
 MOST_POINTS = 1 << 14  # of one round
@@ -27,6 +29,7 @@ class Made(NamedTuple):
     phase: Phase
     purpose: str  # "start", "rounds", "closing", "check" or "correct"
     points: int = 0  # at which densities are asked for
+    asked: Any = None  # where there are points: what a server sends that asks at so many, as shapes
 
 
 def made(run: Agreed, recipe: Recipe) -> Made:
@@ -43,7 +46,10 @@ def _of_program(run: Agreed, place: Any = None, *rest: Any) -> Made:
         raise ValueError("the method has no such phase")
     phase = phases[place] if phases[place].made is None else _later(phases[place].made)
     late = rest[-1:] == ("stale",)
-    for variant in rest[:-1] if late else rest:
+    chosen = rest[:-1] if late else rest
+    if len(chosen) > 1:
+        raise ValueError("a phase is asked for in one variant")
+    for variant in chosen:
         if type(variant) is not int or not 0 <= variant < len(phase.variants):
             raise ValueError("the phase has no such variant")
         phase = phase.variant(variant)
@@ -62,12 +68,16 @@ def _target(run: Agreed, name: Any = None, size: Any = None) -> Made:
     if name not in ("check", "correct"):
         raise ValueError("densities are asked for in a check or in a correction")
     marginal = exact_marginal(run.split, run.survey, run.program.posterior)
-    return Made(_look(name, target_round(run.split, marginal, num)), str(name), num)
+    algorithm = target_round(run.split, marginal, num)
+    return Made(_look(name, algorithm), str(name), num, _sent_by(algorithm))
 
 
 def _theta(run: Agreed, size: Any = None) -> Made:
+    dim = run.split.dim
     num, marginal = _count(size), exact_marginal(run.split, run.survey, run.program.posterior)
-    return Made(_look("theta", theta_round(run.split, marginal, num)), "check", num)
+    shape: Any = lambda *sizes: jax.ShapeDtypeStruct(sizes, float)
+    asked = Broadcast(ThetaBroadcast(shape(num, dim), shape(num), shape(dim), _shapes(run.split.theta)))
+    return Made(_look("theta", theta_round(run.split, marginal, num)), "check", num, asked)
 
 
 def _locals(run: Agreed, size: Any = None) -> Made:
@@ -77,7 +87,8 @@ def _locals(run: Agreed, size: Any = None) -> Made:
 
 def _modes(run: Agreed, size: Any = None) -> Made:
     num, marginal = _count(size), exact_marginal(run.split, run.survey, run.program.posterior)
-    return Made(modes_phase(run.split, with_few_nodes(marginal, run.split), num), "check", num)
+    phase = modes_phase(run.split, with_few_nodes(marginal, run.split), num)
+    return Made(phase, "check", num, _sent_by(phase.algorithm))
 
 
 _KINDS: dict[Any, Callable[..., Made]] = {
@@ -91,6 +102,22 @@ _KINDS: dict[Any, Callable[..., Made]] = {
 
 def _look(name: str, algorithm: FederatedAlgorithm) -> Phase:
     return Phase(name, algorithm, role="check")
+
+
+def _sent_by(algorithm: FederatedAlgorithm) -> Any:
+    """What a server of this algorithm sends, as shapes."""
+    return jax.eval_shape(lambda key: algorithm.broadcast(key, algorithm.init(key)), key_of(0))
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), float), tree)
+
+
+def same_shapes(one: Any, other: Any) -> bool:
+    """Whether two trees have the same leaves of the same shapes, of whatever types."""
+    if jax.tree.structure(one) != jax.tree.structure(other):  # type: ignore[operator]
+        return False
+    return all(np.shape(a) == np.shape(b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
 
 
 def _count(size: Any) -> int:

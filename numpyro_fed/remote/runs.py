@@ -15,7 +15,7 @@ from numpyro_fed.data.inputs import checked_arguments
 from numpyro_fed.data.silos import Silos, at_silo
 from numpyro_fed.engines import wire
 from numpyro_fed.files import replace_file
-from numpyro_fed.host import folded, zeros_like
+from numpyro_fed.host import folded, key_of, shapes_of, zeros_like
 from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.methods.base import Method
 from numpyro_fed.model.survey import Survey
@@ -23,7 +23,7 @@ from numpyro_fed.precision import UNOPTIMISED, finite, for_rounds, in_user_preci
 from numpyro_fed.remote.envelope import MOST_PAYLOAD
 from numpyro_fed.remote.errors import ToldError
 from numpyro_fed.remote.opening import Agreed, agreed, description, from_json, opened, settled, silos_like
-from numpyro_fed.remote.recipes import Made, Recipe, made
+from numpyro_fed.remote.recipes import Made, Recipe, made, same_shapes
 from numpyro_fed.remote.states import States, arrays_of, like_of
 from numpyro_fed.run.survey import survey_phase
 
@@ -53,7 +53,7 @@ class Run:
     def __init__(
         self, name: str, own: Mapping[str, Any], study: Studied, opening: dict[str, Any], folder: Path | None
     ) -> None:
-        self.name, self.opening, self.final = name, opening, b""
+        self.name, self.opening = name, opening
         self.x64 = bool(jax.config.read("jax_enable_x64"))
         if opening["method"] not in study.methods:
             raise ToldError(f"its study file has no method {opening['method']!r}")
@@ -63,6 +63,7 @@ class Run:
         everyone = silos_like(described, shared_of(study), opening["told"])
         self.opened = opened(study.methods[opening["method"]], name, own, everyone)
         self.run: Agreed | None = None
+        self.agreement: dict[str, Any] | None = None
         self._use(self.opened.padded)
         self.folder = folder
         self.states = States(None if folder is None else folder / "states")
@@ -88,7 +89,7 @@ class Run:
         survey, plan = from_json(Survey, body["survey"]), from_json(Plan, body["plan"])
         if body["padded"] is not True:
             self._use(False)
-        self.run = agreed(self.settled, survey, plan)
+        self.run, self.agreement = agreed(self.settled, survey, plan), body
         self._made.clear()
 
     def made(self, recipe: Recipe) -> Made:
@@ -109,6 +110,9 @@ class Run:
         if structure is not None and structure != known:
             if known is not None or not isinstance(structure, str):
                 raise ValueError("the server sends another structure than before")
+            asked = self.made(recipe).asked
+            if asked is not None and not same_shapes(like_of(structure), asked):
+                raise ValueError("the server asks at another number of points than it says")
             like_of(structure)
             self.structures[place] = known = structure
             if self.folder is not None:
@@ -124,11 +128,16 @@ class Run:
 
     def step(self, recipe: Recipe, effort: str, key: Any, at: int, given: Any, state: Any) -> tuple[Any, Any]:
         """A message, on the host, and the state after it: the same, where that would not be finite."""
+        made = self.made(recipe)
+        if made.asked is not None:  # a state made for more points would be an answer at more
+            fresh = shapes_of(made.phase.algorithm.init_silo, key_of(0), given, self.data)
+            if not same_shapes(state, fresh):
+                raise ValueError("the state is of another number of points than the phase")
         with jax.enable_x64(True):
             args = key, (np.uint32(at), self.words), given, strong(state), self.data
             step = self._steps.get((recipe, effort))
             if step is None:  # compiled once: JAX's own look-up takes longer than a small step
-                algorithm = in_user_precision(self.made(recipe).phase.algorithm, self.x64)
+                algorithm = in_user_precision(made.phase.algorithm, self.x64)
                 program = jax.jit(partial(_step, algorithm), compiler_options=for_rounds(effort))
                 step = self._steps[recipe, effort] = program.lower(*args).compile()
             message, state = step(*args)

@@ -17,6 +17,7 @@ from numpyro_fed.remote.audit import Audit, Log
 from numpyro_fed.remote.counts import Counts
 from numpyro_fed.remote.envelope import MOST_PAYLOAD, NO_RUN, SERVER, Envelope
 from numpyro_fed.remote.errors import (
+    Malformed,
     NotForThisSilo,
     NotWritten,
     OtherSoftware,
@@ -124,6 +125,8 @@ class Site:
             raise NotForThisSilo(f"this is no request of the server: it is {asked.sender!r} that sends it")
         if asked.recipient != name:
             raise NotForThisSilo(f"this is for the silo {asked.recipient!r}, and was brought to {name!r}")
+        if asked.body.get("run", asked.run) != asked.run:  # the log would tell another run than was worked on
+            raise Malformed(f"the message is of the run {asked.run}, and asks for another")
         if asked.study != self.study:
             raise WrongStudy(
                 f"the study files differ: the server's has the SHA-256 {asked.study[:12]}..., that of {name!r} "

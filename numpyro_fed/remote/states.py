@@ -9,6 +9,7 @@ another request from the same state begins where that state was. Both ends know 
 import hashlib
 import json
 import struct
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +23,8 @@ from numpyro_fed.results import codec
 
 PyTree = Any
 NAME_BYTES = 16
-_SIZES = struct.Struct("<4sIQQ")  # magic, and the lengths of the structure, of the reply and of the leaves
-MAGIC = b"NFS1"
+_SIZES = struct.Struct("<4sIIQQ")  # magic, checksum; the lengths of the structure, of the reply and of the leaves
+MAGIC = b"NFS2"
 
 
 class Elsewhere(NamedTuple):
@@ -102,7 +103,8 @@ class States:
     """States by name, in memory and, where there is a folder, on disk.
 
     A file is written under another name and renamed, so it is whole or not there. A process that is killed loses
-    nothing; after a loss of power the last states may be missing, which the silo notices.
+    nothing; after a loss of power the last states may be missing or damaged, which the silo notices: a file whose
+    checksum is another is none.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -123,10 +125,10 @@ class States:
         if self.folder is None:
             return
         text, leaves = _text_of(kept.state), _numbers(kept.state)
-        partial = self.folder / f".{name}"
+        partial, content = self.folder / f".{name}", text + kept.reply + leaves
         with open(partial, "wb") as file:
-            file.write(_SIZES.pack(MAGIC, len(text), len(kept.reply), len(leaves)))
-            file.write(text + kept.reply + leaves)
+            file.write(_SIZES.pack(MAGIC, zlib.crc32(content), len(text), len(kept.reply), len(leaves)))
+            file.write(content)
         partial.replace(self.folder / name)
 
     def keep_only(self, names: set[str]) -> None:
@@ -140,11 +142,13 @@ class States:
 
 
 def _read(data: bytes) -> Kept | None:
-    """None: the file is not whole."""
+    """None: the file is not whole, or damaged."""
     if len(data) < _SIZES.size:
         return None
-    magic, *sizes = _SIZES.unpack_from(data)
+    magic, checksum, *sizes = _SIZES.unpack_from(data)
     if magic != MAGIC or _SIZES.size + sum(sizes) != len(data):
+        return None
+    if zlib.crc32(memoryview(data)[_SIZES.size :]) != checksum:
         return None
     text, reply, leaves = (
         data[start : start + size] for start, size in zip(_SIZES.size + np.cumsum([0, *sizes[:-1]]), sizes, strict=True)

@@ -6,6 +6,7 @@ silo may be killed at any moment, and in an air-gapped study a new process answe
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -64,6 +65,9 @@ class Worker:
         self.own = checked_arguments(name, own)
         self.told = {"own_counts": sorted(own_counts), "renumbered": sorted(renumbered)}
         self.data_digest = digest_of(dict(self.own))
+        if self.folder is not None:  # states hold latents: for their owner's eyes, whatever the folder's own mode
+            (self.folder / "runs").mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.folder / "runs").chmod(0o700)
         self.runs: dict[str, Run] = {}
         self._message: Any = ()  # the last
 
@@ -116,16 +120,18 @@ class Worker:
         return {"padded": self.runs[run].opened.padded}, b""
 
     def _agree(self, body: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
-        self._run(body).agree(body)
+        found = self._run(body)
+        if found.agreement not in (None, body):
+            raise ToldError("something else was agreed on in this run before")
+        found.agree(body)
         self._keep(_run_id(body), "agreement.json", body)
         return {}, b""
 
     def _end(self, body: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
         """The fit, for draws of this silo's own latents."""
-        run = self._run(body)
+        self._run(body)
         if self.folder is not None and payload:
             replace_file(self._folder(_run_id(body)) / "fit.npz", payload)
-        run.final = payload
         return {}, b""
 
     # --- rounds -------------------------------------------------------------------------------------------------------
@@ -168,6 +174,7 @@ class Worker:
                 if found is None and self.folder is not None and (self._folder(other) / "states" / name).exists():
                     found = States(self._folder(other) / "states").get(name)
                 if found is not None:
+                    self._used(other)
                     break
         if found is None:
             raise NotHere("the state that the request begins from is not here: an old request, or another silo's")
@@ -199,12 +206,18 @@ class Worker:
             if agreement is not None:
                 found.agree(agreement)
             self.runs[run] = found
+        self._used(run)
         return self.runs[run]
+
+    def _used(self, run: str) -> None:
+        """What was used last is let go of last."""
+        if run in self.runs:
+            self.runs[run] = self.runs.pop(run)
+        if self.folder is not None and self._folder(run).exists():
+            os.utime(self._folder(run))
 
     def _opened(self, opening: dict[str, Any]) -> Run:
         folder = None if self.folder is None else self._folder(_run_id(opening))
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
         return Run(self.name, self.own, self.study, opening, folder)
 
     def _folder(self, run: str) -> Path:
@@ -222,13 +235,13 @@ class Worker:
             replace_file(self._folder(run) / what, json.dumps(value).encode())
 
     def _on_disk(self) -> list[str]:
-        """Runs, the newest first."""
+        """Runs, those first that were used last."""
         assert self.folder is not None
         found = [path for path in (self.folder / "runs").glob("*") if RUN.fullmatch(path.name)]
         return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
     def _let_go(self) -> None:
-        """Of runs that are long over."""
+        """Of runs that were not used for long."""
         for old in list(self.runs)[: 1 - MOST_RUNS]:
             del self.runs[old]
         if self.folder is not None:

@@ -24,7 +24,7 @@ def go_on(
     gone: Gone,
     before: Fit | None,
     names: tuple[str, ...],
-    run: Callable[[tuple[str, ...], Any], Fit],
+    run: Callable[[tuple[str, ...], Any, str], Fit],
     quorum: int = 1,
 ) -> Fit:
     """The fit of the silos that are left.
@@ -32,27 +32,31 @@ def go_on(
     Args:
         before: the rounds so far; None: there were none.
         names: of all silos.
-        run: (names, state to go on from or None) -> Fit
+        run: (names, state to go on from or None, why the fit is not that of all) -> Fit
         quorum: silos below which it does not go on.
     """
     rest = tuple(name for name in names if name != gone.silo)
     if len(rest) < max(quorum, 1):
         left = f"the {len(rest)} others are fewer than quorum={quorum}" if rest else "it was the only one"
-        fit = "The error's .fit is the last good state" if before is not None else "There was no round before"
-        error = SiloLostError(f"{gone}, and {left}. {fit}")
+        fit = "The error's .fit is the last good state" if before is not None else "There was no round yet"
+        error = SiloLostError(f"{gone}, and {left}. {fit}; without it: run(key, silos.only(*names))")
         error.fit = before
         raise error from None
     state = None if before is None else _without(before.posterior, before.state, rest)
     if state is not None and gone.hearing is not None:
         state = state._replace(hearing=gone.hearing.of([names.index(name) for name in rest]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", VerdictWarning)  # said of the whole
-        after = run(rest, state)
     reason = (
         f"silo {gone.silo!r} was lost {f'at round {gone.round}' if before else 'before the first round'} ({gone.why}) "
         f"and left with its term: this is the posterior of the {len(rest)} other silo{'s' * (len(rest) > 1)}. Once it "
         "is back, run again with all of them, run(..., init_state=fit)"
     )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VerdictWarning)  # said of the whole
+        try:
+            after = run(rest, state, reason)
+        except SiloLostError as error:  # another, before it had done a round of its own
+            error.fit = before if error.fit is None else error.fit
+            raise
     all_ = np.arange(len(rest))  # who were asked, now that there is one more name
     told = tuple(entry if entry.who is not None else entry._replace(who=all_) for entry in after.sent)
     after = replace(after, reasons=(*after.reasons, reason), sent=told)
