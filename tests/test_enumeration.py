@@ -190,6 +190,35 @@ def too_many(y):
 
 
 @pytest.mark.slow
+def test_rows_find_their_element_where_their_density_is_flat_nearly_everywhere(x64: None) -> None:
+    """A clipped predictor: most points near zero do not tell whose a row is."""
+
+    def clipped(group: Any, num_groups: int, x: Any, y: Any = None) -> None:
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("groups", num_groups):
+            kind = numpyro.sample("kind", dist.Bernoulli(0.3))
+        with numpyro.plate("rows", x.shape[0]):
+            eta = jnp.clip(mu + x + 0.5 * kind[group], -1, 1)
+            numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+    silos = nf.Silos(
+        {
+            "a": dict(group=np.array([0, 1, 1]), num_groups=2, x=np.array([2.5, -2.5, 0.0]), y=np.array([1.0, -1, 0])),
+            "b": dict(group=np.array([1, 0]), num_groups=3, x=np.array([-3.0, 3.0]), y=np.array([0.5, 0.2])),
+        }
+    )
+    split = split_model(clipped, silos)
+    for name in silos.names:
+        data = padded(silos, split, name)
+        found = {}
+        original = enum.owners
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(enum, "owners", lambda *args, found=found: found.setdefault("at", original(*args)))
+            split.log_silo(jnp.array([0.1]), {}, {}, data)
+        group = silos[name]["group"]
+        np.testing.assert_array_equal(np.asarray(found["at"])[: len(group)], group)
+
+
 def test_rows_that_look_at_other_rows_are_refused() -> None:
     with pytest.raises(PartitionError, match=r"site 'y' depends on more than one element .*'kind'.*state_\{t\}"):
         split_model(neighbours, rows(5, 3)())

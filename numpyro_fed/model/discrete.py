@@ -46,7 +46,7 @@ class Placed(NamedTuple):
 def placed(
     enumeration: Enumeration, component: Component, found: Mapping[str, Array], mask: Mask, probe: Run | None
 ) -> list[Placed]:
-    """The component's tables, ready to be added. ``probe`` is ``run`` at a fixed random point: see :func:`owners`."""
+    """The component's tables, ready to be added. ``probe`` is ``run`` at a few fixed points: see :func:`owners`."""
     out = []
     for factor in component.factors:
         table, own = found[factor.site], factor.labels
@@ -186,20 +186,22 @@ def owners(variable: Variable, shape: tuple[int, ...], probe: Run, site: str) ->
     """For every log density of a site, the element of ``variable`` that it depends on.
 
     Elements are set to value 0 or k by the bits of their numbers; a log density that moves as it does when all elements
-    go from 0 to k has that bit set. Of the values k the one that moves it most is read. A log density that none of them
-    moves depends on no element, and may be given to any.
+    go from 0 to k has that bit set. Of the values k, and of the points of ``probe`` (leading axes of its outputs), the
+    ones that move it most are read. A log density that none of them moves depends on no element, and may be given to
+    any.
     """
     number = int(np.prod(shape))
     if len(variable.support) == 1:
-        return jnp.zeros(jax.eval_shape(probe, {}).get(site).shape, int)
+        return jnp.zeros(jax.eval_shape(probe, {}).get(site).shape[1:], int)
     bits = max(1, (number - 1).bit_length())
     pattern = (np.arange(number) >> np.arange(bits)[:, None] & 1).astype(bool).reshape(bits, *shape)
     support = jnp.asarray(variable.support)
     at = lambda value: jax.lax.stop_gradient(probe({variable.name: value})[site])
-    base = at(support[0])
-    moved = jax.vmap(at)(support[1:]) - base  # (K - 1, ...)
+    base = at(support[0])  # (points, ...)
+    together = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
+    moved = together(jax.vmap(at)(support[1:]) - base)  # ((K - 1) points, ...)
     assigned = jnp.where(pattern, support[1:].reshape((-1, 1) + (1,) * len(shape)), support[0])
-    bitwise = jax.vmap(jax.vmap(at))(assigned) - base  # (K - 1, bits, ...)
+    bitwise = together(jnp.moveaxis(jax.vmap(jax.vmap(at))(assigned) - base, 1, 2))  # ((K - 1) points, bits, ...)
     strength = jnp.where(jnp.isfinite(moved), jnp.abs(moved), 0.0)
     best = jnp.argmax(strength, axis=0)[None]
     moved = jnp.take_along_axis(moved, best, axis=0)

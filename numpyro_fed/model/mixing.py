@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.model.layout import with_mask
 from numpyro_fed.model.partition_table import Site
+from numpyro_fed.model.probes import probes
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.precision import unforeseen
 
@@ -50,7 +51,7 @@ def rows_look_around(split: SplitModel, data: SiloData) -> dict[str, Array]:
     axes = sorted(set(sites.values()))
     if not axes:
         return {}
-    z, z_local, theta = unforeseen(split.probe(data.mask), data.mask)
+    z, z_local, theta = unforeseen(probes(split, data.mask)[0], data.mask)
 
     def terms(move: tuple[Array, Array]) -> dict[str, Array]:
         found = split.evaluate(z, z_local, theta, _moved(split, data, axes, *move)).terms

@@ -45,6 +45,7 @@ from numpyro_fed.model.layout import (
     with_mask,
 )
 from numpyro_fed.model.partition_table import Partition
+from numpyro_fed.model.probes import probes
 from numpyro_fed.model.trace import Model
 
 Array = jax.Array
@@ -250,16 +251,15 @@ class SplitModel(NamedTuple):
     def _components(self, found: dict[str, Array], data: SiloData) -> list[tuple[Component, list[enum.Placed]]]:
         plan, probe = self.enumeration, None
         if plan.components:
-            z, z_local, theta = self.probe(data.mask)
-            probe = self._run(self.unravel(z) | self.unpack(z_local, data.mask), theta, data)
-        return [(one, enum.placed(plan, one, found, data.mask, probe)) for one in plan.components]
+            points = jax.tree.map(lambda *leaves: jnp.stack(leaves), *probes(self, data.mask))
 
-    def probe(self, mask: dict[str, Array]) -> tuple[Array, dict[str, Array], dict[str, Array]]:
-        """A fixed point z_G, z_L, theta at which classes differ, though they may all be equal where a method starts."""
-        draws, dtype = np.random.default_rng(0), jnp.zeros(()).dtype
-        noise = lambda *shape: jnp.asarray(draws.normal(scale=0.5, size=shape), dtype)
-        z, local = noise(self.dim), {g.name: noise(g.num_rows(mask), g.size) for g in self.groups}
-        return z, local, jax.tree.map(lambda start: start + noise(*jnp.shape(start)), self.theta)
+            def probe(discrete: dict[str, Array]) -> dict[str, Array]:
+                def at(z: Array, z_local: dict[str, Array], theta: dict[str, Array]) -> dict[str, Array]:
+                    return self._run(self.unravel(z) | self.unpack(z_local, data.mask), theta, data)(discrete)
+
+                return jax.vmap(at)(*points)
+
+        return [(one, enum.placed(plan, one, found, data.mask, probe)) for one in plan.components]
 
     def _mask_of(self, name: str, found: dict[str, Array]) -> Array | None:
         own, read = found.get(mask_name(name)), self.enumeration.reads.get(mask_name(name), ())

@@ -71,7 +71,7 @@ def test_a_second_loss_keeps_the_fit_so_far(tmp_path: Path) -> None:
     silos = elsewhere(SFVI, three(), tmp_path, quorum=2, patience=1)
     away = silos.engine.post.transport.away
     away["york"], away["hull"] = (lambda number: number > 8), (lambda number: number == 10)
-    with pytest.raises(nf.SiloLostError, match="'hull' is lost: .* quorum=2") as told:
+    with pytest.raises(nf.SiloLostError, match=r"'hull' is lost: .* quorum=2") as told:
         run(SFVI, silos, 12, check=False)
     assert told.value.fit.num_rounds > 0
 
