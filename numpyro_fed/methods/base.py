@@ -197,7 +197,14 @@ class Method:
             among = getattr(schedule, "among", lambda names: schedule)
             where = lambda why: engine if elsewhere is None else elsewhere.doubted(why)
             again = lambda rest, state, why: Method.run(
-                self, key, silos.only(*rest), rounds, schedule=among(rest), init_state=state, engine=where(why), **options
+                self,
+                key,
+                silos.only(*rest),
+                rounds,
+                schedule=among(rest),
+                init_state=state,
+                engine=where(why),
+                **options,
             )
             found = go_on(gone, before, silos.names, again, getattr(engine, "quorum", 1))
             warn_of_verdict(name, found)

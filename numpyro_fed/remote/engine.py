@@ -31,6 +31,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.precision import engine_in_x64, in_user_precision
+from numpyro_fed.remote.memory import Memory
 from numpyro_fed.remote.opening import reads_broadcast, to_json
 from numpyro_fed.remote.own import saved_for
 from numpyro_fed.remote.post import Post
@@ -71,7 +72,7 @@ class Remote:
     run: str = ""  # hex: what this run is called in the silos
     seed: str = ""  # of what runs are called, where a sequence of processes must call them the same; "": at random
     doubts: tuple[str, ...] = ()  # why the next run's fit is not that of all silos
-    memory: "Memory | None" = None
+    memory: Memory | None = None
 
     chunk: ClassVar[int] = 16
     holds_states: ClassVar[bool] = True
@@ -135,7 +136,7 @@ class Remote:
         return self.post.ask(asked, self.timeout)
 
     @property
-    def _memory(self) -> "Memory":
+    def _memory(self) -> Memory:
         if self.memory is None:
             raise RemoteError("silos elsewhere are asked in a run: method.run(key, silos)")
         return self.memory
@@ -159,35 +160,6 @@ class Remote:
         raise NotImplementedError("silos elsewhere are asked for phases that they know: this look is not one of them")
 
     rounds = in_silos = start
-
-
-class Memory:
-    """What a run's engine remembers: all else is a function of what it is given."""
-
-    def __init__(self, names: tuple[str, ...], doubts: tuple[str, ...] = ()) -> None:
-        self.names, self.doubts = names, doubts
-        self.padded = True
-        self.rounds: FederatedAlgorithm | None = None  # of the method
-        self.last: dict[tuple, dict[str, str]] = {}  # {recipe: states after the last round, by silo}
-        self.begun: dict[tuple, dict[str, str]] = {}  # {recipe: states before the chunk of rounds that goes on}
-        self.pinned: list[dict[str, str]] = []
-        self.structures: dict[tuple, str] = {}  # of what is sent, as each silo knows
-        self._key: Any = None
-        self._words: dict[str, Any] = {}
-        self.started: set[tuple] = set()  # recipes of phases that began with fresh states
-        self.messages: dict[tuple, Any] = {}  # {recipe: what a message looks like}
-
-    def words_of(self, key: Any) -> dict[str, Any]:
-        """A key, as JSON."""
-        if key is not self._key:
-            self._key = key
-            self._words = {"key": np.asarray(jax.random.key_data(key)).tolist(), "impl": str(jax.random.key_impl(key))}
-        return self._words
-
-    def keep(self, silo: str) -> list[str]:
-        """States that a silo is to keep."""
-        every = (*self.last.values(), *self.begun.values(), *self.pinned)
-        return sorted({names[silo] for names in every if silo in names})
 
 
 def names_of(states: tuple, stack: Stack) -> dict[str, str]:

@@ -99,7 +99,9 @@ class Runner:
                 except Gone as gone:
                     if not ran:  # nobody but the caller knows what the look was for
                         raise
-                    warn_user(f"{gone}. A closing round was left out{phase.lacks}")
+                    warn_user(told := f"{gone}. A closing round was left out{phase.lacks}")
+                    if phase.lacks:  # a warning is soon forgotten
+                        left = left._replace(reasons=(*left.reasons, told))
         return left, states or ()
 
     def _begin(
