@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from numpyro_fed.remote.audit import append
 from numpyro_fed.remote.transport import Failure
 
 try:
@@ -102,8 +103,9 @@ def _keep(error: BaseException) -> None:
     """Write an error's text where only the silo's owner looks."""
     path = Path(os.environ.get(SITE, "") or "numpyro_fed")
     path = path / collab.site_name / "site.toml" if path.is_dir() else path
-    with contextlib.suppress(OSError), open(path.with_suffix(".log"), "a", encoding="utf-8") as file:
-        file.write(time.strftime("%Y-%m-%d %H:%M:%S ") + "".join(traceback.format_exception(error)))
+    text = time.strftime("%Y-%m-%d %H:%M:%S ") + "".join(traceback.format_exception(error))
+    with contextlib.suppress(OSError):
+        append(path.with_suffix(".log"), text.encode(errors="backslashreplace"))
 
 
 # --- at the server ----------------------------------------------------------------------------------------------------

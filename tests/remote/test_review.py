@@ -14,10 +14,12 @@ import numpyro_fed as nf
 from numpyro_fed.algorithm import Broadcast
 from numpyro_fed.engines import wire
 from numpyro_fed.model.trace import PartitionError
-from numpyro_fed.remote.envelope import Envelope, pack, unpack
+from numpyro_fed.remote.engine import RemoteError
+from numpyro_fed.remote.envelope import Envelope, pack, software, unpack
 from numpyro_fed.remote.own import own_fit
 from numpyro_fed.remote.policy import Policy
 from numpyro_fed.remote.runs import MOST_MADE
+from numpyro_fed.remote.silos import connect
 from numpyro_fed.remote.states import Kept, States, name_of, structure_of
 from numpyro_fed.remote.worker import MOST_RUNS
 from numpyro_fed.run.modes import SearchBroadcast
@@ -232,3 +234,40 @@ def test_one_message_is_of_one_run(tmp_path: Path) -> None:
     assert "something else was agreed on" in ask(site, other, type="agree").body["why"]
     variants = {**last.body, "phase": [*last.body["phase"], 0, 0]}
     assert ask(site, variants, last.payload).type == "error"
+
+
+# --- a silo that is not honest ----------------------------------------------------------------------------------------
+
+
+class Liar(Sites):
+    """York answers a hello otherwise."""
+
+    lie: dict[str, Any]
+
+    def ask(self, requests: Any, timeout: float) -> dict[str, Any]:
+        found = super().ask(requests, timeout)
+        told = unpack(found["york"])
+        if told.type == "hello":
+            found["york"] = pack(told._replace(body=self.lie))
+        return found
+
+
+def test_shapes_that_are_told_take_no_memory(tmp_path: Path) -> None:
+    """At the server, and in the other silos, which are told them: 40 TB of an honest description's form."""
+    study = study_of(it=SFVI)
+    liar = Liar(study, three(), tmp_path)
+    rows = {"shape": [10**13], "dtype": "float32"}
+    liar.lie = {**asked_once(liar), "silo": {"dict": {"x": rows, "y": rows}}}
+    silos = connect(study, liar)
+    with pytest.raises(RemoteError, match=r"'york' cannot take part: .*another description of its data"):
+        run(SFVI, silos, 1, check=False)
+    for lie in ({}, {**liar.lie, "silo": 3}, {**liar.lie, "silo": {"dict": 3}}, {**liar.lie, "own_counts": [[]]}):
+        liar.lie = lie
+        with pytest.raises(RemoteError, match="'york' describes its data in another form"):
+            connect(study, liar)
+
+
+def asked_once(sites: Sites) -> dict[str, Any]:
+    """York's honest answer to a hello."""
+    told = ("hello", "0" * 16, 0, "server", "york", sites.study.digest, software(), "", {}, b"")
+    return unpack(sites.sites["york"].handle(pack(Envelope(*told)))).body
