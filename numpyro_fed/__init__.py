@@ -1,6 +1,6 @@
 """Federated Bayesian inference on NumPyro."""
 
-from numpyro_fed import algorithm, engines, gi, guides, prepare, schedules, solvers
+from numpyro_fed import algorithm, engines, gi, guides, prepare, remote, schedules, solvers
 from numpyro_fed.algorithm import Posterior
 from numpyro_fed.cache import enable_cache
 from numpyro_fed.data import datasets, partitioners
@@ -87,6 +87,7 @@ __all__ = [
     "partition",
     "partitioners",
     "prepare",
+    "remote",
     "sbc",
     "schedules",
     "solvers",

@@ -78,12 +78,17 @@ def sfvi() -> Any:
     return fit.sample(jax.random.key(1), 5), fit.history["loss"]
 
 
+def forget() -> None:
+    memo.forget()
+    jax.clear_caches()
+
+
 @pytest.mark.slow
 def test_runs_in_threads_are_those_of_one_thread() -> None:
     """Bit for bit, from nothing compiled: two methods, two models, and a third run that wants the first's programs."""
+    forget()
     found = together(ep, sfvi, ep)
-    memo.forget()
-    jax.clear_caches()
+    forget()
     first, second = ep(), sfvi()
     for got, expected in zip(found, (first, second, first), strict=True):
         assert not isinstance(got, BaseException), got

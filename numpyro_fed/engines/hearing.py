@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 PyTree = Any
@@ -17,6 +18,12 @@ class Hearing(NamedTuple):
     last: PyTree  # (J, ...): what each contributed last, where that is held
     info: dict[str, Any]  # the last round's, for one in which nobody is heard
 
+    def of(self, places: list[int]) -> "Hearing":
+        """What is known of some of the silos."""
+        at = np.array(places, int)
+        last = jax.tree.map(lambda leaf: leaf[at], self.last)
+        return self._replace(heard=np.asarray(self.heard)[at], missed=np.asarray(self.missed)[at], last=last)
+
 
 class Gone(Exception):
     """A silo that is lost for good, or refuses, and the last good state."""
@@ -25,7 +32,8 @@ class Gone(Exception):
         self, silo: str, why: str, server: PyTree, states: tuple, info: dict, done: int, refuses: bool = False
     ) -> None:
         super().__init__(f"silo {silo!r} {'refuses' if refuses else 'is lost'}: {why}")
-        self.silo, self.why, self.server, self.states, self.info, self.done = silo, why, server, states, info, done
+        self.silo, self.why, self.states, self.info, self.done = silo, why, states, info, done
+        self.server, self.hearing = inner(server), server if isinstance(server, Hearing) else None
         self.role = ""  # of the phase
         self.round = 0
 

@@ -169,7 +169,10 @@ class Across:
 
     def whole(self, tree: Any) -> Any:
         """Within a program: what every device is to have in full."""
-        return jax.lax.with_sharding_constraint(tree, self.same)
+        constrain = lambda leaf: (
+            jax.lax.with_sharding_constraint(leaf, self.same) if isinstance(leaf, jax.Array) else leaf
+        )
+        return jax.tree.map(constrain, tree)
 
     def everywhere(self, tree: Any) -> Any:
         """The same on all devices."""

@@ -76,10 +76,7 @@ class Method:
     def prepare(self, silos: Any, engine: Engine | None = None) -> Prepared:
         """The model divided over the silos, and what they answered."""
         local, shared = getattr(self, "local", None), getattr(self, "shared", None)
-        try:
-            return prepare(self.model, silos, local, shared, engine, self.batch_size_for)
-        except Gone as gone:
-            raise SiloLostError(f"{gone}. Nobody was asked for a round yet; without it: {ONLY}") from None
+        return prepare(self.model, silos, local, shared, engine, self.batch_size_for)
 
     def batch_size_for(self, split: SplitModel) -> int | None:
         """Rows of a silo that a step looks at, of which silos are asked in the survey; None: all."""
@@ -162,7 +159,12 @@ class Method:
         if elsewhere is not None:
             engine = elsewhere = elsewhere.bound(self, silos, saved.run)
             saved.run = elsewhere.run
-        prepared = self.prepare(silos, engine)
+        again = partial(self._among, key, silos, schedule, dict(engine=engine, progress_bar=progress_bar, check=check))
+        quorum = getattr(engine, "quorum", 1)
+        try:
+            prepared = self.prepare(silos, engine)
+        except Gone as gone:
+            return go_on(gone, None, silos.names, partial(again, num_rounds), quorum)
         if min_rows is not None:
             refuse_small(prepared, check_count("min_rows", min_rows))
         if len(silos.names) < self.fewest:
@@ -174,8 +176,6 @@ class Method:
         name = type(self).__name__
         runner = Runner(engine, key, prepared.stack, split, schedule, progress_bar, name)
         runner.saved_to(saved)
-        if elsewhere is not None:
-            elsewhere.agree(prepared.survey, plan, program)
         runner.books.surveyed(prepared.sent, len(silos.names))
         start = resume.start(init_state, name, program, runner)
         first = runner.round
@@ -183,6 +183,8 @@ class Method:
         runner.later = foreseen(runner, program.posterior, prepared.survey) if check else []
         fit = partial(finished, runner, program.posterior, prepared, silos, self.again(engine), began)
         try:
+            if elsewhere is not None:
+                elsewhere.agree(prepared.survey, plan, program)
             left, states = runner.run(program.phases, *start)
         except NonFinite as error:
             told = explained(error, split, program.posterior, prepared.stack, engine)
@@ -193,20 +195,7 @@ class Method:
             done = gone.role == "rounds" and bool(runner.books.history)
             before = fit(Left(server=gone.server), gone.states, warn=False) if done else None
             rounds = num_rounds and max(1, num_rounds - (gone.round - first))
-            options: dict[str, Any] = dict(progress_bar=progress_bar, check=check)
-            among = getattr(schedule, "among", lambda names: schedule)
-            where = lambda why: engine if elsewhere is None else elsewhere.doubted(why)
-            again = lambda rest, state, why: Method.run(
-                self,
-                key,
-                silos.only(*rest),
-                rounds,
-                schedule=among(rest),
-                init_state=state,
-                engine=where(why),
-                **options,
-            )
-            found = go_on(gone, before, silos.names, again, getattr(engine, "quorum", 1))
+            found = go_on(gone, before, silos.names, partial(again, rounds), quorum)
             warn_of_verdict(name, found)
             return found
         evidence: Any = UNASKED
@@ -221,6 +210,24 @@ class Method:
         if progress_bar:
             tqdm.write(f"verdict: {found.verdict.status}", file=sys.stderr)  # beside the bar
         return found
+
+    def _among(
+        self,
+        key: Any,
+        silos: Any,
+        schedule: Schedule,
+        options: dict[str, Any],
+        num_rounds: int | None,
+        rest: tuple[str, ...],
+        state: State | None,
+        why: str,
+    ) -> Fit:
+        """The run among some of the silos, from this state of theirs; silos elsewhere are told why."""
+        elsewhere = tells_silos(options["engine"])
+        if elsewhere is not None:
+            options = options | {"engine": elsewhere.doubted(why)}
+        among = getattr(schedule, "among", lambda names: schedule)
+        return Method.run(self, key, silos.only(*rest), num_rounds, schedule=among(rest), init_state=state, **options)
 
     def _plan(self, silos: Any, schedule: Schedule, num_rounds: int | None, engine: Engine, check: bool) -> Plan:
         """What is known of the run before anybody is asked; what does not go together says so now."""
@@ -253,13 +260,13 @@ def _fresh(method: Method, engine: Engine, rng_key: Any, silos: Any) -> Fresh:
     elsewhere = tells_silos(engine)
     if elsewhere is not None:
         engine = elsewhere = elsewhere.bound(method, silos, "")
-    split, survey, stack, _ = method.prepare(silos, engine)
-    program = _numbered(method.compile(split, survey, plan))
-    if elsewhere is not None:
-        elsewhere.agree(survey, plan, program)
-    phase = next(phase for phase in program.phases if phase.role == "rounds")
-    runner = Runner(engine, check_key(rng_key), stack, split, as_schedule(None), False, "")
     try:
+        split, survey, stack, _ = method.prepare(silos, engine)
+        program = _numbered(method.compile(split, survey, plan))
+        if elsewhere is not None:
+            elsewhere.agree(survey, plan, program)
+        phase = next(phase for phase in program.phases if phase.role == "rounds")
+        runner = Runner(engine, check_key(rng_key), stack, split, as_schedule(None), False, "")
         server, states = runner.begun(phase, runner.key)
     except Gone as gone:
         raise SiloLostError(f"{gone}. Nobody was asked for a round yet; without it: {ONLY}") from None

@@ -128,6 +128,11 @@ class Independent(SFVI):
             raise ValueError("Independent takes no init_state: silos that start from a common fit are not independent")
         if options.get("schedule") is not None:
             raise ValueError("Independent takes no schedule: every silo works by itself")
+        if hasattr(silos, "engine"):
+            raise ValueError(
+                "a silo's own fit is made in the silo, and stays there: `numpyro-fed alone --site site.toml`, or "
+                "nf.SFVI(model).run(key, nf.Silos({name: arguments})) where its data are"
+            )
         try:
             return self._each(super().run(rng_key, silos, num_rounds, **options), options.get("engine"))
         except NonFiniteError as error:

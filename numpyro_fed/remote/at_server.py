@@ -3,6 +3,7 @@
 import argparse
 import json
 import secrets
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
                 check=not args.no_check,
                 checkpoint=checkpoint,
                 checkpoint_every=args.checkpoint_every,
+                progress_bar=sys.stderr.isatty(),
             )
         except SiloLostError as lost:
             raise SiloLostError(_so_far(lost, out, checkpoint)) from None

@@ -158,6 +158,19 @@ def fit(args: argparse.Namespace) -> int:
     return 0
 
 
+def alone(args: argparse.Namespace) -> int:
+    """A fit to this silo's data by themselves: nobody is asked, and nothing is sent."""
+    worker = open_worker(read_site(args.site))
+    study: Any = worker.study
+    silos = Silos({worker.name: worker.own}, shared=study.shared)
+    silos.own_counts, silos.renumbered = study.own_counts, study.renumbered
+    found = study.method(args.method).run(jax.random.key(args.seed), silos, args.rounds)
+    print(f"{found}\n\n{found.summary().round(4).to_string(max_rows=60)}")
+    if args.out is not None:
+        print(f"\nsaved: {found.save(args.out)}. It holds this silo's latents: it stays here")
+    return 0
+
+
 def keygen(args: argparse.Namespace) -> int:
     """Keys of one name."""
     import secrets

@@ -6,9 +6,11 @@ Exit codes: 0 done; 1 an error, told in one line; 2 not understood; 3 (of ``roun
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import metadata
 
+from numpyro_fed.checks import VerdictWarning
 from numpyro_fed.remote import at_flare, at_server, at_silo
 
 EXAMPLES = """
@@ -101,6 +103,13 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--seed", type=int, default=0, help="of the draws")
     one.add_argument("--run", help="which run, as the audit log names it; by default the last that has ended")
 
+    one = _command(commands, "alone", at_silo.alone, "fit this silo's data by themselves, in the silo")
+    one.add_argument("--site", required=True, help="site.toml")
+    one.add_argument("--method", default="SFVI", help="one of the study's methods; by default SFVI")
+    one.add_argument("--rounds", type=int, help="by default the method's number")
+    one.add_argument("--seed", type=int, default=0, help="of the run's random numbers")
+    one.add_argument("--out", help="where the fit is saved")
+
     one = _command(commands, "keygen", at_silo.keygen, "make keys: a silo's secret for TCP, or keys that sign files")
     one.add_argument("name", help="of the silo, or server")
     one.add_argument("--out", default=".", help="folder")
@@ -126,7 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; an error is one line that says what to type."""
     args = parser().parse_args(arguments)
     try:
-        return args.function(args)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", VerdictWarning)  # the verdict is printed
+            warnings.showwarning = lambda message, *_: at_silo.say(f"warning: {message}")
+            return args.function(args)
     except KeyboardInterrupt:
         print("numpyro-fed: stopped", file=sys.stderr)
         return 130

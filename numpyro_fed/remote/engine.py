@@ -31,17 +31,18 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.precision import engine_in_x64, in_user_precision
-from numpyro_fed.remote.memory import Memory
+from numpyro_fed.remote.memory import Memory, names_of
 from numpyro_fed.remote.opening import reads_broadcast, to_json
 from numpyro_fed.remote.own import saved_for
 from numpyro_fed.remote.post import Post
-from numpyro_fed.remote.states import Elsewhere, as_name, as_row, name_of, structure_of
+from numpyro_fed.remote.states import Elsewhere, as_row, name_of, structure_of
 from numpyro_fed.remote.transport import Failure
 from numpyro_fed.run.lost import SiloLostError
 
 Request = tuple[str, dict[str, Any], bytes]
 
 
+AWAY = ("timeout", "lost")
 FINAL = ("refused", "mismatch")  # kinds of failure that asking again does not mend
 TIDY = 8  # rounds after which silos let go of states that nobody will ask for
 
@@ -97,7 +98,7 @@ class Remote:
     def certified(self, split: SplitModel, silos: Any) -> tuple[SplitModel, PartitionError | None]:
         """Every silo divides the model as the server does, and looks whether that is right on its own data."""
         body = {"run": self.run, "method": self.method, "silos": silos.described, "told": silos.told}
-        said = self.told("open", {name: (body, b"") for name in silos.names})
+        said = self._everyone("open", body, silos.names)
         failed = [(name, why) for name, why in said.items() if isinstance(why, Failure)]
         for name, why in failed:
             if why.told == PartitionError.__name__:
@@ -105,7 +106,7 @@ class Remote:
                     f"silo {name!r} finds that the split's log density is not NumPyro's on its data, or that they do "
                     "not fit the model: its own log says why, and `numpyro-fed check` there shows it"
                 )
-            raise RemoteError(f"silo {name!r} cannot take part: {why.told}")
+            raise _absent(name, why)
         fine = all(body["padded"] is True for body, _ in said.values())
         self._memory.padded = fine
         return (split if fine else unpadded(split)), None
@@ -115,9 +116,9 @@ class Remote:
         memory = self._memory
         body = {"run": self.run, "survey": to_json(survey), "plan": to_json(plan), "padded": memory.padded}
         memory.rounds = next(phase for phase in program.phases if phase.role == "rounds").algorithm
-        for name, why in self.told("agree", {name: (body, b"") for name in memory.names}).items():
+        for name, why in self._everyone("agree", body, memory.names).items():
             if isinstance(why, Failure):
-                raise RemoteError(f"silo {name!r} cannot take part: {why.told}")
+                raise _absent(name, why)
 
     def doubted(self, why: str) -> "Remote":
         return replace(self, doubts=(*self._memory.doubts, why))
@@ -129,6 +130,16 @@ class Remote:
         for name, why in said.items():
             if isinstance(why, Failure):
                 warn_user(f"silo {name!r} was not brought the fit ({why.told}): it draws no latents of its own from it")
+
+    def _everyone(self, type: str, body: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        """Replies of all silos; one that is away is asked again."""
+        said, left = dict[str, Any](), list(names)
+        for _ in range(self.patience):
+            said |= self.told(type, {name: (body, b"") for name in left})
+            left = [name for name in left if isinstance(said[name], Failure) and said[name].kind in AWAY]
+            if not left:
+                break
+        return said
 
     def told(self, type: str, requests: dict[str, tuple[dict[str, Any], bytes]]) -> dict[str, Any]:
         """Replies by silo: (body, payload), or a Failure."""
@@ -162,14 +173,11 @@ class Remote:
     rounds = in_silos = start
 
 
-def names_of(states: tuple, stack: Stack) -> dict[str, str]:
-    """Names of states, by silo; none where silos have no state."""
-    return {
-        silo: as_name(row)
-        for bucket, state in zip(stack.buckets, states, strict=False)
-        if isinstance(state, Elsewhere)
-        for silo, row in zip(bucket.names, np.asarray(state.name), strict=True)
-    }
+def _absent(silo: str, why: Failure) -> Exception:
+    """One that is away is lost, and a run may go on without it; one that cannot take part is somebody's to mend."""
+    if why.kind in AWAY:
+        return Gone(silo, why.told, None, (), {}, 0)
+    return RemoteError(f"silo {silo!r} cannot take part: {why.told}")
 
 
 @dataclass(frozen=True)
@@ -196,7 +204,7 @@ class RemotePhase:
 
     def sent_at_start(self, algorithm: FederatedAlgorithm, server: Any, data: SiloData) -> Sent:
         """What silos are sent for their first states, where they look at it."""
-        algorithm = in_user_precision(algorithm, jax.config.read("jax_enable_x64"))
+        algorithm = in_user_precision(algorithm, self.memory.x64)
         with jax.enable_x64(True):
             received = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key_of(0), s), 0), server)
             return Sent(down=wire.fields(received)) if reads_broadcast(algorithm, received, data) else Sent()
@@ -221,13 +229,16 @@ class RemotePhase:
         key = key_of(0)
 
         def fresh(algorithm: FederatedAlgorithm, server: Any) -> Any:
-            received = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key, s), 0), server)
-            return shapes_of(algorithm.init_silo, key, received, data)
+            algorithm = in_user_precision(algorithm, self.memory.x64)
+            with jax.enable_x64(True):
+                server = shapes_of(algorithm.init, key) if server is None else server
+                received = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key, s), 0), server)
+                return shapes_of(algorithm.init_silo, key, received, data)
 
         rounds = self.memory.rounds
         if self.phase.role != "check" or rounds is None or self.phase.recipe in self.memory.started:
             return fresh(algorithm, server)
-        return fresh(rounds, shapes_of(rounds.init, key))
+        return fresh(rounds, None)
 
     def entered(self, silos: tuple, stack: Stack) -> None:
         """Before a few rounds: they may have to be done again from here."""

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -87,25 +88,26 @@ class FlareSilo:
                     self._site = self.open(site_file(collab.site_name))
                 return self._site.handle(request)
             except Exception as error:
-                _keep(error)
+                _keep(error, collab.site_name)
                 return type(error).__name__
 
 
 def site_file(name: str) -> Path:
     """The ``site.toml`` of this machine; where one machine plays several silos, that of the silo ``name``."""
-    path = Path(os.environ.get(SITE, "")).expanduser()
     if not os.environ.get(SITE):
         raise KeyError(f"{SITE} is not set: name this silo's site.toml in the environment that FLARE is started from")
+    path = Path(os.environ[SITE]).expanduser()
     return path / name / "site.toml" if path.is_dir() else path
 
 
-def _keep(error: BaseException) -> None:
+def _keep(error: Exception, name: str) -> None:
     """Write an error's text where only the silo's owner looks."""
-    path = Path(os.environ.get(SITE, "") or "numpyro_fed")
-    path = path / collab.site_name / "site.toml" if path.is_dir() else path
+    if not os.environ.get(SITE):  # nothing was opened
+        logging.getLogger(__name__).error("%s", error)
+        return
     text = time.strftime("%Y-%m-%d %H:%M:%S ") + "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
-        append(path.with_suffix(".log"), text.encode(errors="backslashreplace"))
+        append(site_file(name).with_suffix(".log"), text.encode(errors="backslashreplace"))
 
 
 # --- at the server ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the server remembers of one run whose silos are elsewhere."""
+"""What the server remembers of a run whose silos are elsewhere."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import jax
 import numpy as np
 
 from numpyro_fed.algorithm import FederatedAlgorithm
+from numpyro_fed.data.stack import Stack
+from numpyro_fed.remote.states import Elsewhere, as_name
 
 
 class Memory:
@@ -13,6 +15,7 @@ class Memory:
 
     def __init__(self, names: tuple[str, ...], doubts: tuple[str, ...] = ()) -> None:
         self.names, self.doubts = names, doubts
+        self.x64 = bool(jax.config.read("jax_enable_x64"))
         self.padded = True
         self.rounds: FederatedAlgorithm | None = None  # of the method
         self.last: dict[tuple, dict[str, str]] = {}  # {recipe: states after the last round, by silo}
@@ -35,3 +38,13 @@ class Memory:
         """States that a silo is to keep."""
         every = (*self.last.values(), *self.begun.values(), *self.pinned)
         return sorted({names[silo] for names in every if silo in names})
+
+
+def names_of(states: tuple, stack: Stack) -> dict[str, str]:
+    """Names of states, by silo; none where silos have no state."""
+    return {
+        silo: as_name(row)
+        for bucket, state in zip(stack.buckets, states, strict=False)
+        if isinstance(state, Elsewhere)
+        for silo, row in zip(bucket.names, np.asarray(state.name), strict=True)
+    }

@@ -75,8 +75,8 @@ def _target(run: Agreed, name: Any = None, size: Any = None) -> Made:
 def _theta(run: Agreed, size: Any = None) -> Made:
     dim = run.split.dim
     num, marginal = _count(size), exact_marginal(run.split, run.survey, run.program.posterior)
-    like: Any = lambda *shape: jax.ShapeDtypeStruct(shape, float)
-    asked = Broadcast(ThetaBroadcast(like(num, dim), like(num), like(dim), _shapes(run.split.theta)))
+    shape: Any = lambda *sizes: jax.ShapeDtypeStruct(sizes, float)
+    asked = Broadcast(ThetaBroadcast(shape(num, dim), shape(num), shape(dim), _shapes(run.split.theta)))
     return Made(_look("theta", theta_round(run.split, marginal, num)), "check", num, asked)
 
 

@@ -130,7 +130,7 @@ class Run:
             if wire.num_bytes(like) > MOST_PAYLOAD:
                 raise ValueError("the server tells the structure of more than it could send")
             return zeros_like(like)
-        return arrays_of(payload, like)
+        return wire.decode(payload, like) if do == "step" else arrays_of(payload, like)  # a step takes host arrays
 
     def step(self, recipe: Recipe, effort: str, key: Any, at: int, given: Any, state: Any) -> tuple[Any, Any]:
         """A message, on the host, and the state after it: the same, where that would not be finite."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from numpyro_fed.data.inputs import shared_digest
 from numpyro_fed.data.silos import Silos, inside
-from numpyro_fed.remote.engine import Remote, RemoteError
+from numpyro_fed.remote.engine import AWAY, Remote, RemoteError
 from numpyro_fed.remote.envelope import NO_RUN
 from numpyro_fed.remote.opening import Description, silos_like, zeros
 from numpyro_fed.remote.post import Post
@@ -29,6 +29,7 @@ class RemoteSilos(Silos):
     engine: Remote
     described: list[tuple[str, Description]]
     told: dict[str, list[str]]
+    missing: tuple[str, ...] = ()  # who did not answer when the silos were first asked
 
     def name_of(self, method: Any) -> str:
         """What the study file calls a method."""
@@ -53,7 +54,9 @@ class RemoteSilos(Silos):
         missing = [name for name in names if name not in chosen]
         if missing:
             raise KeyError(f"no silo is named {missing[0]!r}; the silos are {', '.join(map(repr, self.names))}")
-        return _made(self.study, self.engine, [(name, chosen[name]) for name in names], self.told)
+        found = _made(self.study, self.engine, [(name, chosen[name]) for name in names], self.told)
+        found.missing = self.missing
+        return found
 
     def joined(self, others: Silos) -> "RemoteSilos":
         if not isinstance(others, RemoteSilos):
@@ -105,9 +108,13 @@ def connect(
     engine = Remote(Post(transport, study.digest, NO_RUN), timeout, least, patience, seed=seed)
     said = engine.told("hello", {name: ({}, b"") for name in chosen})
     shared = shared_digest(shared_of(study))
+    missing: list[str] = []
     described, told = [], dict[str, set[str]](own_counts=set(), renumbered=set())
     for name in chosen:
         answer = said[name]
+        if isinstance(answer, Failure) and answer.kind in AWAY:
+            missing.append(name)
+            continue
         if isinstance(answer, Failure):
             raise RemoteError(f"silo {name!r} cannot take part: {answer.told}")
         body, _ = answer
@@ -118,7 +125,15 @@ def connect(
         described.append((name, body["silo"]))
         for what, known in told.items():
             known.update(body[what])
-    return _made(study, engine, described, {what: sorted(known) for what, known in told.items()})
+    if len(described) < least:
+        away = " and ".join(f"{name!r} ({said[name].told})" for name in missing)
+        raise RemoteError(
+            f"silo {away} did not answer, and the {len(described)} that did are fewer than quorum={least}: start the "
+            "missing ones, wait longer, timeout=, or go on without them, quorum="
+        )
+    found = _made(study, engine, described, {what: sorted(known) for what, known in told.items()})
+    found.missing = tuple(missing)
+    return found
 
 
 def _is_description(body: Mapping[str, Any]) -> bool:

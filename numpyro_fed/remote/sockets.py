@@ -188,8 +188,9 @@ class Sockets:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._listener.close()
         self._welcome({})
+        self._told = lambda line: None
         for link in list(self._links.values()):
-            self._drop(link, "the server closes")
+            self._drop(link, "")
         self._selector.close()
         self._bell.close()
         self._ring.close()

@@ -22,6 +22,7 @@ class State(NamedTuple):
     server: PyTree
     silos: tuple[PyTree, ...]  # over buckets, stacked over the bucket's silos
     round: int
+    hearing: Any = None  # of a run that goes on without a silo: how the others were heard
 
     @property
     def corrected(self) -> bool:

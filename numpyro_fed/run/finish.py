@@ -49,7 +49,7 @@ def finished(
         survey=prepared.survey,
         records=tuple(runner.books.records),
         sent=tuple(runner.books.entries),
-        reasons=left.reasons,
+        reasons=(*left.reasons, *_missing(silos)),
         moving=left.moving,
         evidence=evidence,
         again=again,
@@ -58,6 +58,15 @@ def finished(
     if warn:
         warn_of_verdict(runner.label, fit)
     return fit
+
+
+def _missing(silos: Any) -> tuple[str, ...]:
+    """Silos elsewhere that were asked for, and were not there."""
+    names = getattr(silos, "missing", ())
+    if not names:
+        return ()
+    who = f"silo{'s' * (len(names) > 1)} {', '.join(map(repr, names))}"
+    return (f"{who} did not answer when the run began: this is the posterior of the {len(silos.names)} others",)
 
 
 def warn_of_verdict(method: str, fit: Fit) -> None:

@@ -38,11 +38,13 @@ def go_on(
     rest = tuple(name for name in names if name != gone.silo)
     if len(rest) < max(quorum, 1):
         left = f"the {len(rest)} others are fewer than quorum={quorum}" if rest else "it was the only one"
-        fit = "The error's .fit is the last good state" if before is not None else "There was no round before"
-        error = SiloLostError(f"{gone}, and {left}. {fit}")
+        fit = "The error's .fit is the last good state" if before is not None else "There was no round yet"
+        error = SiloLostError(f"{gone}, and {left}. {fit}; without it: run(key, silos.only(*names))")
         error.fit = before
         raise error from None
     state = None if before is None else _without(before.posterior, before.state, rest)
+    if state is not None and gone.hearing is not None:
+        state = state._replace(hearing=gone.hearing.of([names.index(name) for name in rest]))
     reason = (
         f"silo {gone.silo!r} was lost {f'at round {gone.round}' if before else 'before the first round'} ({gone.why}) "
         f"and left with its term: this is the posterior of the {len(rest)} other silo{'s' * (len(rest) > 1)}. Once it "
@@ -59,7 +61,9 @@ def go_on(
     told = tuple(entry if entry.who is not None else entry._replace(who=all_) for entry in after.sent)
     after = replace(after, reasons=(*after.reasons, reason), sent=told)
     if before is None:
-        return replace(after, left=(*after.left, gone.silo))
+        at = names.index(gone.silo)
+        history = {name: _widened(rows, len(rest), at) for name, rows in after.history.items()}
+        return replace(after, left=(*after.left, gone.silo), history=history)
     return _joined(before, after, gone.silo)
 
 
@@ -84,8 +88,8 @@ def _joined(before: Fit, after: Fit, silo: str) -> Fit:
             np.full((half.num_rounds, *like.shape[1:]), _nothing(like)) if one is None else one
             for one, half in zip(rows, (before, after), strict=True)
         )
-        if old.ndim > 1 and (old.shape[1], new.shape[1]) == (len(names), len(names) - 1):  # a number for each silo
-            new = np.insert(new, at, _nothing(new), axis=1)
+        if old.ndim > 1 and old.shape[1] == len(names):
+            new = _widened(new, len(names) - 1, at)
         return np.concatenate([old, new])
 
     moved = (entry._replace(who=places if entry.who is None else places[entry.who]) for entry in before.sent)
@@ -97,6 +101,11 @@ def _joined(before: Fit, after: Fit, silo: str) -> Fit:
         sent=(*moved, *(entry.moved(num) for entry in after.sent)),
         left=(*after.left, silo),
     )
+
+
+def _widened(rows: np.ndarray, num: int, at: int) -> np.ndarray:
+    """A number for each of so many silos, with one for a silo that was not there."""
+    return np.insert(rows, at, _nothing(rows), axis=1) if rows.shape[1:2] == (num,) else rows
 
 
 def _nothing(like: np.ndarray) -> Any:

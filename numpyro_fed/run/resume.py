@@ -89,7 +89,7 @@ def _onwards(given: State, states: tuple, method: str, program: Program, runner:
         check_shapes(server, shapes[0], hint)
     else:
         check_shapes((server, states), shapes, hint)
-    runner.round = given.round
+    runner.round, runner.heard = given.round, given.hearing
     return Left(server=server), states, None
 
 

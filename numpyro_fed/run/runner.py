@@ -67,6 +67,7 @@ class Runner:
         self.books = Books()
         self.checkpoint = Unsaved()
         self.round = 0
+        self.heard: Any = None  # a Hearing: how silos were heard in rounds before
         self.later: list[Callable[[], None]] = []  # programs that will be needed after the rounds
 
     # --- phases -------------------------------------------------------------------------------------------------------
@@ -162,8 +163,9 @@ class Runner:
             phase = phase._replace(algorithm=stale(phase.algorithm, len(names)), recipe=(*phase.recipe, "stale"))
         listening = getattr(self._engine(phase), "listening", None)
         if listening is not None:
-            server = listening(phase.algorithm, server, states, self.stack)
+            server = listening(phase.algorithm, server, states, self.stack, self.heard)
         ended = self._loop(phase, self.key, server, states, self.round, self.cohorts)
+        self.heard = None if listening is None else ended.server
         server = current(ended.server)
         if ended.interrupted or not ended.done:
             return left._replace(server=server, interrupted=ended.interrupted), ended.states

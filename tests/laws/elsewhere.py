@@ -26,7 +26,7 @@ class Sites(Direct):
         self.study, self.data, self.folder, self.fresh = study, silos, folder, fresh
         self.policies = policy if isinstance(policy, dict) else {name: policy for name in silos.names}
         self.away: dict[str, Any] = {}  # {silo: (request number) -> whether it does not answer}
-        self.asked = 0
+        self.asked, self.request = 0, b""
         self.requests: list[tuple[str, bytes, bytes]] = []
         self.sites = {name: self.site(name) for name in silos.names}
         super().__init__({name: self.sites[name].handle for name in silos.names})
@@ -42,6 +42,7 @@ class Sites(Direct):
         self.asked += 1
         found: dict[str, Any] = {}
         for name, request in requests.items():
+            self.request = request
             if name in self.away and self.away[name](self.asked):
                 found[name] = Failure("timeout", "it did not answer in time")
                 continue

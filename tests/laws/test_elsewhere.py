@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from elsewhere import elsewhere
-from runs import COHORT, KEY, Runs, another_program, close, same
+from runs import COHORT, Runs, another_program, close, same
 
 import numpyro_fed as nf
 
@@ -18,6 +18,7 @@ def agree(there: nf.Fit, here: nf.Fit) -> None:
         close(there.history[name], rows, 1e-6, 1e-7)
 
 
+@another_program
 def test_elsewhere_is_here(runs: Runs, tmp_path: Path) -> None:
     """And the bytes that are counted are those that were sent."""
     silos = elsewhere(runs.method, runs.silos, tmp_path)
@@ -41,14 +42,3 @@ def test_cohorts_elsewhere(runs: Runs, tmp_path: Path) -> None:
     there = runs.run(elsewhere(runs.method, runs.silos, tmp_path), 3, schedule=COHORT)
     here = runs.run(runs.silos, 3, schedule=COHORT)
     agree(there, here)
-
-
-def test_draws_at_the_server(runs: Runs, tmp_path: Path) -> None:
-    """Globals are drawn here; a silo's own are not."""
-    from numpyro_fed.remote.silos import DataElsewhere
-
-    there = runs.run(elsewhere(runs.method, runs.silos, tmp_path), 1)
-    assert there.sample(KEY, 3)
-    if there.split.groups:
-        with pytest.raises(DataElsewhere, match="are in 'york'"):
-            there.sample_local(KEY, 3, silo="york")

@@ -96,7 +96,6 @@ class Server(FlareServer):
             state["chain"] = hashlib.sha256(b"".join(replies[name] for name in silos)).hexdigest()
             state["round"] += 1
             replace_file(path, json.dumps(state).encode())
-            time.sleep(0.25 if self.method == "slow" else 0.0)
         (folder / FIT).write_text(json.dumps(state))
 
 

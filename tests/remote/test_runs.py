@@ -12,8 +12,9 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.remote.engine import RemoteError
+from numpyro_fed.remote.envelope import unpack
 from numpyro_fed.remote.policy import Policy
-from numpyro_fed.remote.silos import connect
+from numpyro_fed.remote.silos import DataElsewhere, connect
 
 sys.path.append(str(Path(__file__).parent.parent / "laws"))
 from elsewhere import ALL, Sites, elsewhere, study_of
@@ -77,8 +78,6 @@ def test_a_silo_that_is_away_for_a_round_is_held(tmp_path: Path) -> None:
 
 def _types(post: Sites) -> list[Any]:
     """The purpose and round of every request to the first silo, in order."""
-    from numpyro_fed.remote.envelope import unpack
-
     found = []
     for name, request, _ in post.requests:
         if name == "leeds":
@@ -89,7 +88,15 @@ def _types(post: Sites) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("method", [EP, SFVI, FEDAVG], ids=["EP", "SFVI", "FedAvg"])
+def others_slow(*methods: Any) -> Any:
+    """Of the first a quick test, of the others slow ones."""
+    names = {id(EP): "EP", id(SFVI): "SFVI", id(FEDAVG): "FedAvg"}
+    slow = [() if i == 0 else pytest.mark.slow for i in range(len(methods))]
+    cases = [pytest.param(one, id=names[id(one)], marks=marks) for one, marks in zip(methods, slow, strict=True)]
+    return pytest.mark.parametrize("method", cases)
+
+
+@others_slow(EP, SFVI, FEDAVG)
 def test_a_silo_that_is_gone_leaves_with_its_term(method: Any, tmp_path: Path) -> None:
     """With a quorum the run ends, names it, and is the run of the others; the verdict is not fine."""
     silos = elsewhere(method, three(), tmp_path, quorum=2, patience=2)
@@ -112,6 +119,46 @@ def test_below_the_quorum_it_stops_with_the_fit_so_far(tmp_path: Path) -> None:
     assert told.value.fit is not None and told.value.fit.num_rounds > 0
 
 
+def test_a_silo_that_is_never_there(tmp_path: Path) -> None:
+    """Before the first round it is left out where a quorum allows it, and the verdict says so."""
+    study = study_of(it=EP)
+    for after in (0, 1, 2):  # at the hello, when the run is opened, in the survey
+        sites = Sites(study, three(), tmp_path / str(after))
+        sites.away["york"] = lambda number, after=after: number > after
+        fit = run(EP, connect(study, sites, quorum=2, patience=1), check=False)
+        assert fit.state.names == ("leeds", "hull")
+        assert any("'york'" in reason for reason in fit.verdict.reasons) and fit.verdict.status != "trusted"
+    sites.away["york"] = lambda number: True
+    with pytest.raises(RemoteError, match=r"'york' \(it did not answer in time\) did not answer, .* quorum=3"):
+        connect(study, sites)
+
+
+def test_a_loss_after_a_loss(tmp_path: Path) -> None:
+    """Those who remain are known: one that is away just then is held, as it would be without the loss."""
+    silos = elsewhere(SFVI, three(), tmp_path, quorum=1, patience=3)
+    post = silos.engine.post.transport
+    post.away["leeds"] = lambda number: number > 12
+
+    runs: list[str] = []
+
+    def away(number: int) -> bool:
+        """York is away in the first two rounds that go on without leeds."""
+        asked = unpack(post.request)
+        if asked.run not in runs and asked.body.get("do") == "step" and len(asked.body["from"]):
+            runs.append(asked.run)
+        return runs[1:2] == [asked.run] and asked.body.get("do") == "step" and asked.body["round"] < first() + 2
+
+    def first() -> int:
+        rounds = [unpack(request) for name, request, _ in post.requests if name == "hull"]
+        steps = [one for one in rounds if one.run == runs[1] and one.body.get("do") == "step" and one.body["from"]]
+        return min((one.body["round"] for one in steps), default=99)
+
+    post.away["york"] = away
+    fit = run(SFVI, silos, 30, check=False)
+    assert fit.left == ("leeds",) and set(fit.state.names) == {"york", "hull"}
+    assert 1 <= np.sum(~fit.history["took_part"][:, 1]) <= 3  # york, in the order of all silos
+
+
 # --- processes that end -----------------------------------------------------------------------------------------------
 
 
@@ -119,6 +166,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [EP, SFVI], ids=["EP", "SFVI"])
 def test_a_server_that_is_killed_goes_on(method: Any, tmp_path: Path) -> None:
     """After any number of requests, and with every reply lost that was on its way: bit for bit."""
@@ -187,6 +235,7 @@ def test_a_method_that_the_study_does_not_have(tmp_path: Path) -> None:
 # --- what is made of a fit --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_and_add(tmp_path: Path) -> None:
     silos = elsewhere(EP, three(), tmp_path)
     fit = run(EP, silos, check=False)
@@ -200,6 +249,16 @@ def test_without_and_add(tmp_path: Path) -> None:
     np.testing.assert_allclose(there.normal().mean, alone.normal().mean, rtol=1e-4)
     assert fit.conflict().table.shape == here.conflict().table.shape
     assert nf.load(fit.save(tmp_path / "fit"), EP).sample(KEY, 3)
+
+
+def test_what_stays_in_the_silo(tmp_path: Path) -> None:
+    """Globals are drawn here; a silo's own are not, and neither is it fitted by itself from here."""
+    fit = run(EP, elsewhere(EP, three(), tmp_path), 1, check=False)
+    assert fit.sample(KEY, 3)["beta"].shape == (3, 2)
+    with pytest.raises(DataElsewhere, match="are in 'york': draws of them are made there"):
+        fit.predict(KEY, silo="york")
+    with pytest.raises(ValueError, match="numpyro-fed alone"):
+        run(nf.Independent(line), elsewhere(EP, three(), tmp_path / "alone"))
 
 
 def test_other_engines_are_refused(tmp_path: Path) -> None:

@@ -57,17 +57,23 @@ def test_asks_all_and_counts_bytes():
 
 
 def test_a_round_costs_less_than_a_millisecond():
-    """With two silos in threads of this very process, which share its interpreter: two processes are faster."""
+    """Of CPU time, of the server and both silos together: they are threads here, and others may keep the cores busy.
+
+    Wall time tells whether frames wait for one another: a sender without TCP_NODELAY waits for an acknowledgement that
+    comes 40 ms later.
+    """
     with Sockets(ANYWHERE, KEYS) as hub, serving(Echo("leeds"), hub.address), serving(Echo("york"), hub.address):
         request = dict.fromkeys(KEYS, os.urandom(300))
         hub.ask(request, 10)
-        best = float("inf")
+        cpu = wall = float("inf")
         for _ in range(20):
-            began = time.perf_counter()
+            began, spent = time.perf_counter(), time.process_time()
             for _ in range(10):
                 hub.ask(request, 10)
-            best = min(best, (time.perf_counter() - began) / 10)
-        assert best < 1e-3
+            wall = min(wall, (time.perf_counter() - began) / 10)
+            cpu = min(cpu, (time.process_time() - spent) / 10)
+        assert cpu < 1e-3
+        assert wall < 20e-3
 
 
 def test_large_messages_pass_whole():
