@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from numpyro_fed.checks import agreeing, warn_user
-from numpyro_fed.data.inputs import check_alike, checked_arguments, describe, leaves, named_arguments
+from numpyro_fed.data.inputs import check_alike, checked_arguments, describe, leaves, named_arguments, told_once
 
 SHOWN = 10  # silos that are listed
 LARGE = 1e8  # float32 keeps 7 digits: above this, differences of order one are lost
@@ -183,7 +183,7 @@ def _warn_once_about_numbers(silos: Silos) -> None:
                 continue
             if leaf.dtype == np.float64:
                 doubles.add(path)
-            if leaf.size and np.max(np.abs(leaf)) > LARGE:
+            if leaf.size and np.max(np.abs(told_once(leaf))) > LARGE:
                 large.add(path)
     if doubles and not jax.config.read("jax_enable_x64"):
         warn_user(

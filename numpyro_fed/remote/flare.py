@@ -28,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from numpyro_fed.remote.audit import append
 from numpyro_fed.remote.transport import Failure
 
 try:
@@ -104,8 +105,9 @@ def _keep(error: Exception, name: str) -> None:
     if not os.environ.get(SITE):  # nothing was opened
         logging.getLogger(__name__).error("%s", error)
         return
-    with contextlib.suppress(OSError), open(site_file(name).with_suffix(".log"), "a", encoding="utf-8") as file:
-        file.write(time.strftime("%Y-%m-%d %H:%M:%S ") + "".join(traceback.format_exception(error)))
+    text = time.strftime("%Y-%m-%d %H:%M:%S ") + "".join(traceback.format_exception(error))
+    with contextlib.suppress(OSError):
+        append(site_file(name).with_suffix(".log"), text.encode(errors="backslashreplace"))
 
 
 # --- at the server ----------------------------------------------------------------------------------------------------

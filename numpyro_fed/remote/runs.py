@@ -27,6 +27,8 @@ from numpyro_fed.remote.recipes import Made, Recipe, made, same_shapes
 from numpyro_fed.remote.states import States, arrays_of, like_of
 from numpyro_fed.run.survey import survey_phase
 
+MOST_MADE = 64  # phases whose functions are kept: a run has about ten
+
 
 class Studied(Protocol):
     """What a silo asks of a study file."""
@@ -94,6 +96,10 @@ class Run:
 
     def made(self, recipe: Recipe) -> Made:
         if recipe not in self._made:
+            if len(self._made) >= MOST_MADE:  # a server that asks for ever other ones, refused or not
+                self._made.clear()
+                self._steps.clear()
+                self._compiled.clear()
             if recipe == ("survey",):
                 size = self.opened.method.batch_size_for(self.settled.split)
                 self._made[recipe] = Made(survey_phase(self.settled.split, size, self.settled.stack), "survey")

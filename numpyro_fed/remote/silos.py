@@ -8,7 +8,7 @@ from numpyro_fed.data.inputs import shared_digest
 from numpyro_fed.data.silos import Silos, inside
 from numpyro_fed.remote.engine import AWAY, Remote, RemoteError
 from numpyro_fed.remote.envelope import NO_RUN
-from numpyro_fed.remote.opening import Description, silos_like
+from numpyro_fed.remote.opening import Description, silos_like, zeros
 from numpyro_fed.remote.post import Post
 from numpyro_fed.remote.runs import shared_of
 from numpyro_fed.remote.transport import Failure, Transport
@@ -118,7 +118,9 @@ def connect(
         if isinstance(answer, Failure):
             raise RemoteError(f"silo {name!r} cannot take part: {answer.told}")
         body, _ = answer
-        if body["shared"] != shared:
+        if not _is_description(body):
+            raise RemoteError(f"silo {name!r} describes its data in another form than this version's")
+        if body.get("shared") != shared:
             raise RemoteError(f"silo {name!r} has other shared arguments: its study file reads them from elsewhere")
         described.append((name, body["silo"]))
         for what, known in told.items():
@@ -132,6 +134,17 @@ def connect(
     found = _made(study, engine, described, {what: sorted(known) for what, known in told.items()})
     found.missing = tuple(missing)
     return found
+
+
+def _is_description(body: Mapping[str, Any]) -> bool:
+    """Whether this is what a silo answers to a hello: a silo could say anything."""
+    words = [body.get(what) for what in ("own_counts", "renumbered")]
+    if not all(isinstance(found, list) and all(isinstance(one, str) for one in found) for found in words):
+        return False
+    try:
+        return isinstance(zeros(body.get("silo", 0)), dict)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return False
 
 
 def _made(

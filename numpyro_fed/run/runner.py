@@ -100,7 +100,8 @@ class Runner:
                 except Gone as gone:
                     if not ran:  # nobody but the caller knows what the look was for
                         raise
-                    warn_user(f"{gone}. A closing round was left out{phase.lacks}")
+                    warn_user(told := f"{gone}. A closing round was left out{phase.lacks}")
+                    left = left._replace(reasons=(*left.reasons, *[told] * bool(phase.lacks)))
         return left, states or ()
 
     def _begin(
@@ -337,9 +338,8 @@ class Runner:
     def _sent(self, phase: Phase, server: PyTree, states: tuple) -> Sent:
         """By one silo in one round, and to it, from shapes alone."""
         data, server = self.stack.shapes(0), inner(server)
-        silo = (
-            one_state(self._engine(phase), phase.algorithm, server, states, data) if self.engine.holds_states else None
-        )
+        engine, holds = self._engine(phase), self.engine.holds_states
+        silo = one_state(engine, phase.algorithm, server, states, data) if holds else None
         return sent(phase.algorithm, server, silo, data)
 
 

@@ -128,6 +128,25 @@ def test_a_silo_that_cannot_be_reached_is_tried_again(transport: Callable[..., f
     assert york.calls == 4
 
 
+def test_who_was_not_connected_is_in_the_verdict(
+    transport: Callable[..., flare.FlareTransport], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fit is that of the others, and says so wherever it is opened: at the server, and in the silos."""
+    from numpyro_fed.remote.config import open_site, read_site
+    from numpyro_fed.remote.own import own_fit
+
+    flare_study.write(tmp_path)
+    monkeypatch.setenv(flare.SERVER, str(tmp_path / "server"))
+    sites = {name: open_site(read_site(tmp_path / "silos" / name / "site.toml")) for name in SILOS[:2]}
+    silos = transport(*(Client(name, site.handle) for name, site in sites.items()), names=SILOS)
+    server = flare.FlareServer("trial", "FedAvg", "run-1", list(SILOS), num_rounds=2, quorum=2, check=False)
+    server.infer(tmp_path, silos)
+    method = flare_study.Study.load(tmp_path / "server" / "studies" / "trial.py").method("FedAvg")
+    for fit in (flare_study.nf.load(tmp_path / flare.FIT, method), own_fit(sites["leeds"].worker)):
+        assert any("'hull' was not connected" in reason for reason in fit.reasons)
+        assert fit.verdict.status != "trusted"
+
+
 def test_failures_have_kinds(transport: Callable[..., flare.FlareTransport]) -> None:
     clients = (
         Client("away", fails("remote call returned rc='target_unreachable'")),

@@ -14,16 +14,19 @@ import numpyro_fed as nf
 from numpyro_fed.algorithm import Broadcast
 from numpyro_fed.engines import wire
 from numpyro_fed.model.trace import PartitionError
-from numpyro_fed.remote.envelope import Envelope, pack, unpack
+from numpyro_fed.remote.engine import RemoteError
+from numpyro_fed.remote.envelope import Envelope, pack, software, unpack
 from numpyro_fed.remote.own import own_fit
 from numpyro_fed.remote.policy import Policy
+from numpyro_fed.remote.runs import MOST_MADE
+from numpyro_fed.remote.silos import connect
 from numpyro_fed.remote.states import Kept, States, name_of, structure_of
 from numpyro_fed.remote.worker import MOST_RUNS
 from numpyro_fed.run.modes import SearchBroadcast
 
 sys.path.append(str(Path(__file__).parent.parent / "laws"))
 from elsewhere import Sites, elsewhere, study_of
-from test_runs import EP, KEY, SFVI, run, three
+from test_runs import EP, KEY, SFVI, line, run, three
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the verdict is")
 
@@ -84,6 +87,16 @@ def test_a_silo_that_was_not_brought_the_fit_is_named(tmp_path: Path) -> None:
     silos.engine.post.transport.away["york"] = lambda number: number == last
     with pytest.warns(UserWarning, match=r"'york' was not brought the fit \(it did not answer in time\)"):
         run(SFVI, silos, 1, check=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*A closing round was left out")
+def test_a_closing_round_that_is_refused_is_in_the_verdict(tmp_path: Path) -> None:
+    """Without it FedPA has a point, of which a summary says sd 0."""
+    method = nf.FedPA(line, start_rounds=0)
+    policy = Policy(phases=("survey", "start", "rounds"), least_rows=1)
+    fit = run(method, elsewhere(method, three(), tmp_path, policy=policy), 2, check=False)
+    assert any("allows no closing" in reason and "no posterior" in reason for reason in fit.reasons)
+    assert fit.verdict.status == "not to be trusted"
 
 
 def test_data_that_do_not_fit_are_called_so(tmp_path: Path) -> None:
@@ -196,6 +209,18 @@ def test_points_are_counted_as_they_are_asked(tmp_path: Path) -> None:
     assert ask(site, step, wire.encode(one)).type == "work"
 
 
+def test_phases_that_are_refused_are_not_kept(tmp_path: Path) -> None:
+    """A request that the policy refuses is not counted: it must not cost memory either."""
+    policy = Policy(phases=("survey", "start", "rounds", "closing"), least_rows=1)
+    silos = elsewhere(SFVI, three(), tmp_path, policy=policy)
+    run(SFVI, silos, 1, check=False)
+    site, told = silos.engine.post.transport.sites["york"], asked(silos, "work")[-1].body
+    for num in range(1, MOST_MADE + 10):
+        refused = ask(site, {**told, "phase": ["locals", num]})
+        assert refused.body["why"] == "its policy allows no check"
+    assert len(site.worker.runs[told["run"]]._made) <= MOST_MADE
+
+
 def test_one_message_is_of_one_run(tmp_path: Path) -> None:
     """Else the audit log would name another than was worked on."""
     silos = elsewhere(SFVI, three(), tmp_path)
@@ -209,3 +234,40 @@ def test_one_message_is_of_one_run(tmp_path: Path) -> None:
     assert "something else was agreed on" in ask(site, other, type="agree").body["why"]
     variants = {**last.body, "phase": [*last.body["phase"], 0, 0]}
     assert ask(site, variants, last.payload).type == "error"
+
+
+# --- a silo that is not honest ----------------------------------------------------------------------------------------
+
+
+class Liar(Sites):
+    """York answers a hello otherwise."""
+
+    lie: dict[str, Any]
+
+    def ask(self, requests: Any, timeout: float) -> dict[str, Any]:
+        found = super().ask(requests, timeout)
+        told = unpack(found["york"])
+        if told.type == "hello":
+            found["york"] = pack(told._replace(body=self.lie))
+        return found
+
+
+def test_shapes_that_are_told_take_no_memory(tmp_path: Path) -> None:
+    """At the server, and in the other silos, which are told them: 40 TB of an honest description's form."""
+    study = study_of(it=SFVI)
+    liar = Liar(study, three(), tmp_path)
+    rows = {"shape": [10**13], "dtype": "float32"}
+    liar.lie = {**asked_once(liar), "silo": {"dict": {"x": rows, "y": rows}}}
+    silos = connect(study, liar)
+    with pytest.raises(RemoteError, match=r"'york' cannot take part: .*another description of its data"):
+        run(SFVI, silos, 1, check=False)
+    for lie in ({}, {**liar.lie, "silo": 3}, {**liar.lie, "silo": {"dict": 3}}, {**liar.lie, "own_counts": [[]]}):
+        liar.lie = lie
+        with pytest.raises(RemoteError, match="'york' describes its data in another form"):
+            connect(study, liar)
+
+
+def asked_once(sites: Sites) -> dict[str, Any]:
+    """York's honest answer to a hello."""
+    told = ("hello", "0" * 16, 0, "server", "york", sites.study.digest, software(), "", {}, b"")
+    return unpack(sites.sites["york"].handle(pack(Envelope(*told)))).body
