@@ -65,6 +65,7 @@ class Policy:
         most_points: of a study, over all its runs: points of checks and the like. A check and a correction ask for the
             same numbers; how many is what tells them apart. The default is ten checks of the largest size, 2048.
         copies: whether the audit log keeps a copy of everything that left.
+        methods: names of the study's methods that may be run; None for any.
 
     >>> Policy.from_table({"phases": ["survey", "rounds"], "most_rounds": 100}).most_rounds
     100
@@ -82,9 +83,10 @@ class Policy:
     most_messages: int = 100_000
     most_points: int = 20_480
     copies: bool = False
+    methods: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("studies", "phases"):
+        for name in ("studies", "methods", "phases"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         if self.phases is None:
             raise ValueError(f"phases must be a list of names, got None: name those of {', '.join(PHASES)} you allow")
@@ -117,6 +119,14 @@ class Policy:
             raise PolicyRefused(told, f"the study {study!r} is not among the policy's studies {list(self.studies)}")
         if rows < self.least_rows:
             raise PolicyRefused(told, f"there are {rows} rows, and the policy's least_rows is {self.least_rows}")
+
+    def open(self, method: Any) -> None:
+        """Whether a run of this method may be opened."""
+        if self.methods is not None and method not in self.methods:
+            raise PolicyRefused(
+                "its policy does not allow this method",
+                f"{method!r} is not among the policy's methods {list(self.methods)}",
+            )
 
     def allow(self, purpose: Purpose, rows: int) -> None:
         """Whether it may be asked for this, at any time."""

@@ -83,6 +83,13 @@ class Run:
             self.data = self.settled.stack.data(self.name)
 
     @property
+    def rows(self) -> int:
+        """Of the longest axis along which something is observed: a grid of knots is not made of patients."""
+        part = self.settled.split.partition
+        along = {axis for site in part.sites if site.role == "observed" and not site.at_server for axis, _ in site.axes}
+        return max((length for axis, length in part.lengths(self.name).items() if axis in along), default=1)
+
+    @property
     def silos(self) -> Silos:
         """This one alone."""
         return self.settled.stack.silos

@@ -148,6 +148,8 @@ class Site:
             spent = before if again else self.policy.spend(before, None)
             purpose = None
             try:
+                if asked.type == "open":
+                    self.policy.open(asked.body.get("method"))
                 if asked.type not in HANDSHAKE:
                     purpose = _checked(self.worker.purpose(asked.body))
                     self.policy.allow(purpose, self.worker.rows)

@@ -73,8 +73,9 @@ class Worker:
 
     @property
     def rows(self) -> int:
-        """Of the longest of its arrays."""
-        return max((leaf.shape[0] for _, leaf in leaves(self.own) if np.ndim(leaf)), default=1)
+        """Of the longest of its arrays; once a model has told which of them are observed, of those."""
+        longest = max((leaf.shape[0] for _, leaf in leaves(self.own) if np.ndim(leaf)), default=1)
+        return min([longest, *(run.rows for run in self.runs.values())])
 
     @property
     def fields(self) -> list[str]:

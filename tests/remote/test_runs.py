@@ -227,6 +227,26 @@ def test_a_correction_is_refused_by_default(tmp_path: Path) -> None:
     np.testing.assert_allclose(allowed.correction.log_evidence, here.correction.log_evidence, atol=1e-3)
 
 
+def test_a_policy_about_methods_and_rows(tmp_path: Path) -> None:
+    """Rows are those that are observed, once the model has told which these are."""
+    policy = Policy(methods=("SFVI",))
+    with pytest.raises(RemoteError, match="its policy does not allow this method"):
+        run(EP, elsewhere(EP, three(), tmp_path, policy=policy))
+
+    def with_knots(x, knots, y=None):
+        beta = numpyro.sample("beta", dist.Normal(0, 1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(beta * x + jax.numpy.mean(knots), 1.0), obs=y)
+
+    sizes = {"leeds": 24, "york": 3}
+    silos = nf.Silos(
+        {name: {k: np.ones(n, "f") for k in "xy"} | {"knots": np.ones(60, "f")} for name, n in sizes.items()}
+    )
+    method = nf.SFVI(with_knots, start_rounds=0)
+    with pytest.raises(nf.SiloLostError, match="'york' refuses: its policy does not allow this study"):
+        run(method, elsewhere(method, silos, tmp_path / "knots", policy=Policy()), 1, check=False)
+
+
 def test_a_method_that_the_study_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such EP, so silos do not know it: add it"):
         run(nf.EP(line, damping=0.3), elsewhere(EP, three(), tmp_path))
