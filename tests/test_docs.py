@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from docs_scenes import SCENES
 
 import numpyro_fed as nf
 
@@ -23,6 +24,7 @@ PAGES = {
 
 class Block(NamedTuple):
     line: int
+    heading: str  # of its section
     text: str
 
 
@@ -30,13 +32,15 @@ def blocks(page: str) -> Iterator[Block]:
     """The page's Python, fence by fence; fences in a list are indented."""
     for found in re.finditer(r"^( *)```python\n(.*?)^\1```$", PAGES[page], re.MULTILINE | re.DOTALL):
         text = "".join(line.removeprefix(found[1]) for line in found[2].splitlines(keepends=True))
-        yield Block(PAGES[page][: found.start()].count("\n") + 2, text)
+        above = PAGES[page][: found.start()]
+        heading = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", above, flags=re.DOTALL), re.MULTILINE)
+        yield Block(above.count("\n") + 2, heading[-1], text)
 
 
 WITH_CODE = [page for page in PAGES if any(blocks(page))]
 
 
-# --- what is shown exists -----------------------------------------------------------------------------------------------
+# --- what is shown exists ---------------------------------------------------------------------------------------------
 
 
 def chain(node: ast.AST) -> list[str]:
@@ -55,7 +59,7 @@ def found(parts: list[str]) -> Any:
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_names_and_arguments_exist(page: str) -> None:
     """Every ``nf.name`` of a page is there, and takes the keywords that are shown."""
-    for line, text in blocks(page):
+    for line, _, text in blocks(page):
         for node in ast.walk(ast.parse(text)):
             where = f"{page}, line {line + getattr(node, 'lineno', 1) - 1}"
             if parts := chain(node):
@@ -67,36 +71,36 @@ def test_names_and_arguments_exist(page: str) -> None:
                     assert not unknown, f"{where}: nf.{'.'.join(parts)} takes no {sorted(unknown)}"
 
 
-# --- and runs -------------------------------------------------------------------------------------------------------------
+# --- and runs ---------------------------------------------------------------------------------------------------------
 
-# Pages whose code others run, or that show files of a deployment.
-ELSEWHERE = {
-    "docs/extending.md": "tests/test_extending.py",
-    "docs/faults.md": "tests/test_faults.py",
-    "docs/federation.md": "tests/remote",
-}
+# A method of one's own is that test's code; a deployment's is in many files and processes.
+ELSEWHERE = {"docs/extending.md": "tests/test_extending.py", "docs/federation.md": "tests/remote"}
 
 
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rounds and a few draws: that code runs is asked here, what it finds in other tests."""
-    run, nuts, few = nf.Method.run, nf.nuts, dict(num_warmup=20, num_samples=20, num_chains=1, progress_bar=False)
+    run, nuts, sbc, quiet = nf.Method.run, nf.nuts, nf.sbc, dict(progress_bar=False)
+    few = dict(num_warmup=20, num_samples=20, num_chains=1)
 
     def three_rounds(self: Any, rng_key: Any, silos: Any, num_rounds: int | None = None, **options: Any) -> Any:
-        return run(self, rng_key, silos, min(num_rounds or 3, 3), **dict(check=False, progress_bar=False) | options)
+        return run(self, rng_key, silos, min(num_rounds or 3, 3), **quiet | options)
 
     monkeypatch.setattr(nf.Method, "run", three_rounds)
-    monkeypatch.setattr(nf, "nuts", lambda *args, **options: nuts(*args, **options | few))
+    monkeypatch.setattr(nf, "nuts", lambda *args, **options: nuts(*args, **options | few | quiet))
+    monkeypatch.setattr(nf, "sbc", lambda *args, **options: sbc(*args, **options | quiet | dict(num_simulations=3)))
+    monkeypatch.setattr(nf, "enable_cache", lambda: None)  # the tests have one
 
 
-def execute(page: str, names: dict[str, Any]) -> None:
-    for line, text in blocks(page):
-        code = compile("\n" * (line - 1) + text, str(ROOT / page), "exec")  # a failure shows the page's own line
-        exec(code, names)
+def scene_of(page: str, heading: str) -> Any:
+    """Where names come from that a page takes for given; methods go on from the front page."""
+    if page.startswith("docs/methods/"):
+        return front_page
+    scene = SCENES.get(page, dict)
+    return scene[heading] if isinstance(scene, dict) else scene
 
 
 def front_page() -> dict[str, Any]:
-    """The names that method pages go on from: the model, the data and the silos."""
     names: dict[str, Any] = {}
     setup, five_lines = blocks("docs/index.md")
     exec(setup.text + five_lines.text.splitlines()[0], names)
@@ -108,10 +112,16 @@ def front_page() -> dict[str, Any]:
 @pytest.mark.parametrize("page", [page for page in WITH_CODE if page not in ELSEWHERE])
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    execute(page, front_page() if page.startswith("docs/methods/") else {})
+    scenes: dict[Any, dict[str, Any]] = {}
+    for line, heading, text in blocks(page):
+        scene = scene_of(page, heading)
+        if scene not in scenes:
+            scenes[scene] = scene()
+        # A failure shows the page's own line.
+        exec(compile("\n" * (line - 1) + text, str(ROOT / page), "exec"), scenes[scene])
 
 
-# --- the reference has every name ---------------------------------------------------------------------------------------
+# --- the reference has every name -------------------------------------------------------------------------------------
 
 
 def public() -> Iterator[str]:

@@ -1,16 +1,13 @@
 """The pictures of the concepts page: a model over silos, a round, a cavity and a site.
 
-Run it with ``python docs/figures/concepts.py``; no model is fitted.
+Run it with ``python -m docs.figures.concepts``; no model is fitted.
 """
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle
 from scipy.stats import norm
 
 HERE = Path(__file__).resolve().parent
@@ -51,7 +48,9 @@ def partition(path):
     node(panel, 4.8, 2.85, r"$\omega$")
     for x, name, number, color in ((0.2, "A", 300, ORANGE), (4.4, "B", 237, GREEN)):
         box(panel, x, 0.1, 3.4, 1.85, color, f"silo {name}")
-        panel.add_patch(FancyBboxPatch((x + 0.25, 0.22), 2.9, 1.22, boxstyle="square,pad=0", fc="none", ec=GREY, lw=0.9))
+        panel.add_patch(
+            FancyBboxPatch((x + 0.25, 0.22), 2.9, 1.22, boxstyle="square,pad=0", fc="none", ec=GREY, lw=0.9)
+        )
         panel.text(x + 3.08, 0.3, f"{number} children", ha="right", va="bottom", fontsize=8, color=GREY)
         node(panel, x + 0.8, 0.95, "$b_i$")
         node(panel, x + 2.2, 0.95, "$y_{it}$", observed=True)
@@ -70,7 +69,9 @@ def round_(path):
     panel.text(4, 2.45, "3. adds what it accepts", ha="center", fontsize=9.5)
     for x, name, color in ((0.1, "leeds", ORANGE), (2.85, "york", GREEN), (5.6, "hull", "#8a5bb0")):
         box(panel, x, 0.1, 2.3, 1.1, color, f"silo {name}")
-        panel.text(x + 1.15, 0.6, "2. works on its rows,\nlatents and state stay", ha="center", va="center", fontsize=8.5)
+        panel.text(
+            x + 1.15, 0.6, "2. works on its rows,\nlatents and state stay", ha="center", va="center", fontsize=8.5
+        )
         middle = x + 1.15
         above = 4 + (middle - 4) * 0.42
         arrow(panel, (above - 0.12, 2.13), (middle - 0.12, 1.24), BLUE)

@@ -1,21 +1,14 @@
 """The figure of the front page: silos alone, all of them by EP, and NUTS on the pooled rows.
 
-Run it with ``python docs/figures/front.py``; it takes about a minute on two cores.
+Run it with ``python -m docs.figures.front``; it takes about a minute on two cores.
 """
 
-import sys
 from pathlib import Path
 
 import jax
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 from scipy.stats import gaussian_kde
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent.parent))
 
 import numpyro_fed as nf
 from examples.six_cities import model, six_cities_silos
@@ -41,15 +34,11 @@ def columns(draws):
 
 def fits():
     silos = six_cities_silos()
-    fit = nf.EP(model).run(jax.random.key(0), silos, progress_bar=False)
-    print(fit)
-    draws = {
-        f"silo {name} alone": nf.EP(model).run(jax.random.key(0), silos.only(name), progress_bar=False)
-        for name in silos.names
-    }
-    found = {name: columns(one.sample(jax.random.key(1), 8000)) for name, one in (draws | {"EP over both": fit}).items()}
+    run = lambda data: nf.EP(model).run(jax.random.key(0), data, progress_bar=False)
+    found = {f"silo {name} alone": run(silos.only(name)) for name in silos.names} | {"EP over both": run(silos)}
     reference = nf.nuts(model, silos, rng_key=jax.random.key(2), num_warmup=500, num_samples=4000, num_chains=4)
-    return found | {"NUTS, pooled": columns(reference.get_samples())}
+    draws = {name: columns(fit.sample(jax.random.key(1), 16_000)) for name, fit in found.items()}
+    return draws | {"NUTS, pooled": columns(reference.get_samples())}
 
 
 def draw(found, path):
@@ -70,4 +59,4 @@ def draw(found, path):
 
 
 if __name__ == "__main__":
-    draw(fits(), HERE / "front.png")
+    draw(fits(), Path(__file__).with_name("front.png"))
