@@ -33,8 +33,9 @@ def mixed(x, y=None):
 
 
 def other(x, y=None):
+    mean = numpyro.sample("mean", dist.Normal(0, 2))
     with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Normal(numpyro.sample("mean", dist.Normal(0, 2)), 2), obs=y)
+        numpyro.sample("y", dist.Normal(mean, 2), obs=y)
 
 
 def cities(binary: bool = True) -> tuple[Names, nf.Silos]:
@@ -106,7 +107,7 @@ SCENES: dict[str, Callable[[], Names] | dict[str, Callable[[], Names]]] = {
         "Do the silos agree?": york,
         "When it is biased": york,
         "A few rounds instead of thousands": children,
-        "How a silo integrates": children,
+        "How a silo integrates": york,
         "Schedules and steps": children,
         "When it stops": children,
         "The correction round": children,

@@ -114,7 +114,9 @@ def front_page() -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_runs")
-@pytest.mark.parametrize("page", [page for page in WITH_CODE if page not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.xdist_group(page)) for page in WITH_CODE if page not in ELSEWHERE]
+)
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     scenes: dict[Any, dict[str, Any]] = {}
