@@ -2,6 +2,7 @@
 
 project = "numpyro_fed"
 author = "the numpyro_fed authors"
+copyright = author
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3

@@ -11,11 +11,11 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).resolve().parent
 # Where each name stands: its offset in points, and the side of the marker.
 PLACES = {
-    "EP": (6, -13, "left"),
-    "PVI": (-6, -13, "right"),
-    "SEP": (7, 5, "left"),
-    "SFVI": (-6, 8, "right"),
-    "SFVI-Avg": (-6, 8, "right"),
+    "EP": (8, 0, "left"),
+    "PVI": (-8, 0, "right"),
+    "SEP": (-8, 0, "right"),
+    "SFVI": (-8, 0, "right"),
+    "SFVI-Avg": (8, 0, "left"),
     "EP, diagonal family": (8, 0, "left"),
     "EP, Laplace": (8, 0, "left"),
 }
@@ -38,22 +38,17 @@ def rows():
 
 
 def draw(path):
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.1), layout="constrained", sharex=True)
+    figure, panel = plt.subplots(figsize=(7, 3.1), layout="constrained")
     for method, kilobytes, shift, ratio in rows():
         color = "#2a5db0" if method in ("EP", "PVI", "SEP") else "#d98b3a"
         x, y, side = PLACES[method]
-        for panel, value in ((left, shift), (right, ratio)):
-            panel.plot(kilobytes, value, "o", color=color, ms=6)
-            panel.annotate(
-                method, (kilobytes, value), (x, y), textcoords="offset points", ha=side, va="center", fontsize=8.5
-            )
-    left.set(xscale="log", yscale="log", xlabel="kB, both ways", ylim=(0.006, 0.7), xlim=(2, 4000))
-    left.set_title("largest shift of a mean, exact sds", fontsize=10)
-    right.axhline(1, color="grey", lw=0.8)
-    right.set(xlabel="kB, both ways", ylim=(0.75, 1.03))
-    right.set_title("sd ratio farthest from one", fontsize=10)
-    for panel in (left, right):
-        panel.spines[["top", "right"]].set_visible(False)
+        label = f"{method} ({ratio:.2f})"
+        panel.plot(kilobytes, shift, "o", color=color, ms=7)
+        panel.annotate(label, (kilobytes, shift), (x, y), textcoords="offset points", ha=side, va="center", fontsize=9)
+    panel.set(xscale="log", yscale="log", xlabel="kB, both ways", ylim=(0.006, 0.7), xlim=(1, 4000))
+    panel.set(xticks=[10, 100, 1000], xticklabels=["10", "100", "1,000"], yticks=[0.01, 0.1], yticklabels=[".01", ".1"])
+    panel.set_title("largest shift of a mean, in exact sds (and the sd ratio farthest from one)", fontsize=10)
+    panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=160)
 
 
