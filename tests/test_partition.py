@@ -296,7 +296,7 @@ mu     global                    -         ()                a gradient or a fac
 tau    global                    -         ()                a gradient or a factor
 alpha  local                     counties  (n[counties],)    nothing
 y      observed                  rows      (n[rows],)        nothing
-2 global dimensions, local latents stay in their silos: try nf.SFVI(model).run(jax.random.key(0), silos)"""
+2 global dimensions, local latents stay in their silos: try nf.EP(model).run(jax.random.key(0), silos)"""
 
 
 def table_of(name: str) -> Partition:
@@ -336,7 +336,30 @@ def test_table_in_a_notebook() -> None:
     assert html.startswith("<table>")
     assert html.count("<tr>") == 5
     assert "<td style='text-align:left'>alpha</td>" in html
-    assert "nf.SFVI(model)" in html
+    assert "nf.EP(model)" in html
+
+
+@pytest.mark.parametrize(
+    "size, theta, method",
+    [
+        (2, False, "EP(model)"),
+        (200, False, "EP(model)"),
+        (201, False, "SFVI(model)"),
+        (501, False, 'SFVI(model, guide=nf.guides.StructuredNormal(global_cov="diagonal"))'),
+        (2, True, "SFVI(model)"),  # EP has no place for theta
+    ],
+)
+def test_the_last_line_names_a_method_that_takes_the_model(size: int, theta: bool, method: str) -> None:
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1).expand([size]).to_event(1))
+        scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive) if theta else 1.0
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu.sum(), scale), obs=y)
+
+    last = str(partition(model, rows(3, 4)())).splitlines()[-1]
+    assert last.startswith(f"{size} global dimensions, no local latents")
+    assert ("numpyro.param" in last) == theta
+    assert last.endswith(f": try nf.{method}.run(jax.random.key(0), silos)")
 
 
 # --- work ----------------------------------------------------------------------------------------------------------
