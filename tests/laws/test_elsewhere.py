@@ -4,11 +4,20 @@ from pathlib import Path
 
 import pytest
 from elsewhere import elsewhere
-from runs import COHORT, Runs, another_program, close, same
+from runs import COHORT, Runs, another_program, close, every_method, same
 
 import numpyro_fed as nf
 
 pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.filterwarnings("ignore:silo .* was not asked")]
+
+
+# a method of each kind: with locals and sites, with locals and gradients, with averages
+some = pytest.mark.parametrize(
+    "runs",
+    [one for one in every_method("EP", "SFVI", "FedAvg", "SEP") if one.values[0] in ("EP", "SFVI", "FedAvg", "SEP")],
+    indirect=True,
+    scope="session",
+)
 
 
 def agree(there: nf.Fit, here: nf.Fit) -> None:
@@ -28,7 +37,7 @@ def test_elsewhere_is_here(runs: Runs, tmp_path: Path) -> None:
     assert told["up"] == there.history["bytes_up"].sum()
 
 
-@another_program
+@some
 def test_a_new_process_for_every_request(runs: Runs, tmp_path: Path) -> None:
     """Bit for bit the same: all that a silo needs is in its folder."""
     first = runs.run(elsewhere(runs.method, runs.silos, tmp_path / "one"))
@@ -37,7 +46,7 @@ def test_a_new_process_for_every_request(runs: Runs, tmp_path: Path) -> None:
     same({name: rows for name, rows in first.history.items()}, {name: rows for name, rows in again.history.items()})
 
 
-@another_program
+@some
 def test_cohorts_elsewhere(runs: Runs, tmp_path: Path) -> None:
     there = runs.run(elsewhere(runs.method, runs.silos, tmp_path), 3, schedule=COHORT)
     here = runs.run(runs.silos, 3, schedule=COHORT)

@@ -263,7 +263,7 @@ def pd_close(a: Any, b: Any) -> None:
     np.testing.assert_allclose(numbers, b[numbers.columns], rtol=1e-7, atol=1e-9)  # of a difference of two posteriors
 
 
-@pytest.mark.parametrize("name", tiers(METHODS, "SFVI, no locals"))
+@pytest.mark.parametrize("name", tiers(("SFVI, no locals", "EP", "SFVI", "FedAvg"), "SFVI, no locals"))
 def test_a_run_goes_on_bit_for_bit(name: str, tmp_path: Path, x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     path, files, write = tmp_path / "run", [], checkpoint.replace_file
 
