@@ -49,7 +49,6 @@ tests: $(STAMP)  ## the test suite without slow tests
 test-slow: $(STAMP)  ## slow tests: experiments of papers, accuracy, examples, every kind of model
 	@$(FIRST_IMPORT)
 	$(PYTEST) -m slow tests
-	$(MAKE) test-flare
 
 # NVIDIA FLARE brings thirty packages: they lie in a folder of their own, and .venv stays as it is.
 FLARE := $(VENV)/flare
