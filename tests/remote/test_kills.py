@@ -19,7 +19,7 @@ from numpyro_fed.remote.cli import main
 from numpyro_fed.remote.study import Study
 
 KILLS = int(os.environ.get("NUMPYRO_FED_KILLS", "3"))
-ROUNDS = 400
+ROUNDS = 1200  # of a few milliseconds: there is time to kill somebody
 
 STUDY = """
 import numpyro
@@ -88,18 +88,21 @@ def rounds_of(folder, name):
 
 def run(folder, kills):
     """Run it to its end; at each of the rounds kill somebody and start him again."""
-    running = {who: start(folder, who) for who in (*NAMES, "server")}
+    running, killed = {who: start(folder, who) for who in (*NAMES, "server")}, []
     try:
-        end = time.monotonic() + 120 + 60 * len(kills)
+        end = time.monotonic() + 300 + 60 * len(kills)
         for target, victim in kills:
             while rounds_of(folder, "york") < target and running["server"].poll() is None:
                 assert time.monotonic() < end
                 time.sleep(0.01)
-            assert running["server"].poll() is None, (folder / "server" / "said.txt").read_text()
+            if running["server"].poll() is not None:  # the run was faster
+                break
+            killed.append(victim)
             running[victim].send_signal(signal.SIGKILL)
             running[victim].wait()
             running[victim] = start(folder, victim)
         assert running["server"].wait(end - time.monotonic()) == 0, (folder / "server" / "said.txt").read_text()
+        assert len(killed) >= min(len(kills), 2)
     finally:
         for one in running.values():
             one.kill()
