@@ -95,6 +95,7 @@ SCENES: dict[str, Callable[[], Names] | dict[str, Callable[[], Names]]] = {
     "docs/design.md": libraries,
     "docs/experiments.md": york,
     "docs/faults.md": york,
+    "docs/speed.md": york,
     "docs/guide.md": {
         "Data that stay apart": rows,
         "Very many silos": rows,
