@@ -13,7 +13,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-slow test-flare lint types tests doctests random-models soak demo demo-federation bench docs format clean
+.PHONY: help env test test-slow test-flare lint types tests doctests random-models soak demo demo-federation bench notebooks docs format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -81,6 +81,9 @@ demo-federation: $(STAMP)  ## six cities over three silos and a server, each a p
 
 bench: $(STAMP)  ## one table of speed: against NumPyro, NUTS and FedJAX, and as rows, silos and dimensions grow
 	$(RUN) -m benchmarks.bench $(BENCH)
+
+notebooks: $(STAMP)  ## run the notebooks of examples/ without Jupyter, their plots into out/
+	$(RUN) examples/run_notebooks.py --figures out
 
 docs: $(STAMP)  ## build the documentation into docs/_build/html
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
