@@ -13,7 +13,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-slow test-flare lint types tests doctests random-models soak demo demo-federation bench notebooks docs format clean
+.PHONY: help env test test-merge test-slow test-flare lint types tests doctests random-models soak demo demo-federation bench notebooks docs format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -46,7 +46,11 @@ tests: $(STAMP)  ## the test suite without slow tests
 	@$(FIRST_IMPORT)
 	$(PYTEST) -m "not slow" tests
 
-test-slow: $(STAMP)  ## slow tests: experiments of papers, accuracy, examples, every kind of model
+test-merge: $(STAMP)  ## some slow tests: notebooks, code of the documentation, demos, accuracy
+	@$(FIRST_IMPORT)
+	$(PYTEST) -m merge tests
+
+test-slow: $(STAMP)  ## all slow tests: experiments of papers, accuracy, examples, every kind of model
 	@$(FIRST_IMPORT)
 	$(PYTEST) -m slow tests
 
@@ -85,8 +89,8 @@ bench: $(STAMP)  ## one table of speed: against NumPyro, NUTS and FedJAX, and as
 notebooks: $(STAMP)  ## run the notebooks of examples/ without Jupyter, their plots into out/
 	$(RUN) examples/run_notebooks.py --figures out
 
-docs: $(STAMP)  ## build the documentation into docs/_build/html
-	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
+docs: $(STAMP)  ## build the documentation into docs/_build/html (NOTEBOOKS=off: without running them)
+	$(RUN) -m sphinx -W --keep-going -b html $(if $(NOTEBOOKS),-D nb_execution_mode=$(NOTEBOOKS)) docs docs/_build/html
 
 format: $(STAMP)  ## rewrite the code in the common style
 	$(RUN) -m ruff check --fix .

@@ -13,6 +13,8 @@ FREE = (
     "test_enumeration",
     "test_bad_inputs",
     "test_random_models",
+    "test_docs",
+    "test_notebooks",
 )
 
 

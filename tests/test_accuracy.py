@@ -33,6 +33,7 @@ def test_six_cities_matches_the_exact_posterior_for_three_seeds():
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 def test_plain_bound_misses_as_documented():
     """K = 1 is off by more than a sd in omega: the reason for importance weighting, and not to be forgotten."""
     fit = nf.SFVI(six_cities_model, importance_samples=1).run(
@@ -60,6 +61,7 @@ def test_averaging_the_whole_bound_reaches_six_cities():
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 def test_the_papers_scaling_diverges_as_documented():
     """Without the entropy's share omega runs away, by many sds."""
     assert averaged_shift(0, importance_samples=1, scaling="paper")[4] > 5

@@ -71,6 +71,7 @@ def programs() -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 def test_a_first_run_compiles_few_programs(programs: list[str]) -> None:
     # 14: a phase each (survey, mode, rounds, points, locals, modes), two silos' certificates, the prior, three phases'
     # fresh states, the globals' values, what silos' locals are drawn at. An eager operation is one more

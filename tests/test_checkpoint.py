@@ -242,7 +242,7 @@ def killed(name: str, path: Path, out: Path, when: int, where: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["EP", "SFVI, no locals", "FedAvg"])
+@pytest.mark.parametrize("name", ["EP", pytest.param("SFVI, no locals", marks=pytest.mark.merge), "FedAvg"])
 def test_killed_three_times(name: str, tmp_path: Path) -> None:
     """Processes that get no chance to say goodbye; the second in the middle of a write."""
     path, out, plain = tmp_path / "run", tmp_path / "out.npz", tmp_path / "plain.npz"

@@ -113,6 +113,7 @@ def front_page() -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.filterwarnings("ignore:.*diverged:UserWarning")  # NUTS has hardly warmed up
 @pytest.mark.parametrize(

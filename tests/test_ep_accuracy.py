@@ -25,6 +25,7 @@ def five():
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 def test_six_cities_in_four_rounds(five):
     """Means within 0.06 sds of the exact posterior, sds within 5 %: in five unequal silos, and in two."""
     assert reached(*judged(five)), judged(five)

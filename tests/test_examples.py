@@ -8,6 +8,7 @@ from examples import bayesian_mlp, six_cities
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 def test_six_cities_demo(tmp_path, capsys):
     args = ["--num-rounds", "30", "--importance-samples", "2", "--num-warmup", "20", "--num-samples", "20"]
     settings = six_cities.parser().parse_args([*args, "--num-chains", "1", "--out", str(tmp_path)])

@@ -436,6 +436,7 @@ def test_late_answers_do_no_harm_and_minibatches_are_taken():
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 def test_a_linear_model_is_fitted_to_its_exact_posterior(x64):
     """One layer and enough rows: the family holds the posterior. Steps of Adam leave some noise: .1 sd, 10 %."""
     silos = data()

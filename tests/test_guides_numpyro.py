@@ -125,6 +125,7 @@ def check(fit, mean, sd, shift=0.1, ratio=0.1):
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 def test_auto_guides_find_the_posterior():
     silos, mean, sd = conjugate()
     guide = StructuredNormal(global_guide=AutoMultivariateNormal)

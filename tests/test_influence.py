@@ -128,6 +128,7 @@ def test_rounds_among_the_others(fit: nf.Fit, silos: nf.Silos) -> None:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.slow
+@pytest.mark.merge
 def test_add_is_the_posterior_of_all(fit: nf.Fit, silos: nf.Silos) -> None:
     before = fit.without("hull")
     after = before.add(KEY, silos.only("hull"))

@@ -23,6 +23,7 @@ def test_every_notebook_is_in_the_site():
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 @pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path):
     """In a process of its own, in a user's settings. Its words are guarded by asserts in cells that the site hides."""

@@ -45,6 +45,7 @@ def test_models_of_any_size(start: int, x64: None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 @pytest.mark.parametrize("method", METHODS)
 def test_runs_end_with_a_verdict(method: str) -> None:
     for program in [one for one in small() if not one.flaw][:50:10]:

@@ -169,6 +169,7 @@ def test_start_finds_an_answer_far_from_the_prior():
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 def test_theta_is_learned():
     """Empirical Bayes: theta maximises the marginal likelihood, which is known here."""
 

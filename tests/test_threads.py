@@ -84,6 +84,7 @@ def forget() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 def test_runs_in_threads_are_those_of_one_thread() -> None:
     """Bit for bit, from nothing compiled: two methods, two models, and a third run that wants the first's programs."""
     forget()

@@ -180,6 +180,7 @@ def test_by_files_the_first_step(folder, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 def test_a_whole_run_by_files(folder, capsys, monkeypatch):
     """Each step as a user would type it; the posterior is that of one process, to float32's rounding."""
     pytest.importorskip("cryptography")
@@ -217,6 +218,7 @@ def test_a_whole_run_by_files(folder, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.merge
 def test_the_demo(tmp_path, monkeypatch, capsys):
     """Three silos and a server in processes of their own, one silo killed on the way."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
