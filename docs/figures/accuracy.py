@@ -28,7 +28,7 @@ def six_cities(path):
     lines.sort(key=lambda line: max(line[1], 0.005) * (1 + max(abs(one - 1) for one in line[2])))
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.5, 5), sharey=True, layout="constrained")
-    for place, (name, shift, ratios, color) in enumerate(lines):
+    for place, (_, shift, ratios, color) in enumerate(lines):
         left.plot(max(shift, 0.008), place, "o", color=color, ms=6)
         right.plot([min(ratios), max(ratios)], [place, place], "-", color=color, lw=4, solid_capstyle="round")
     left.set(yticks=range(len(lines)), yticklabels=[line[0] for line in lines], xscale="log", xlim=(0.006, 2))
@@ -69,7 +69,15 @@ def went_wrong(path):
     handles = [label(markers[name], name, mfc=GREY, mec=GREY) for name in names]
     handles += [label("o", "trusted by its verdict", mfc=BLUE, mec=BLUE)]
     handles += [label("o", "not trusted by it", mfc="white", mec=ORANGE)]
-    figure.legend(handles=handles, loc="outside upper center", ncols=7, columnspacing=1.2, handletextpad=0.2, frameon=False, fontsize=9)
+    figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        ncols=7,
+        columnspacing=1.2,
+        handletextpad=0.2,
+        frameon=False,
+        fontsize=9,
+    )
     figure.savefig(path, dpi=160)
 
 

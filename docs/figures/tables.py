@@ -7,7 +7,7 @@ PAGES = Path(__file__).resolve().parent.parent
 
 
 def table(page, header):
-    """Rows of the first table of a page whose line of names begins with ``header``; an empty cell repeats the one above."""
+    """Rows of the first table of a page whose names begin with ``header``; an empty cell repeats the one above."""
     lines = (PAGES / f"{page}.md").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith(header))
     rows = []
