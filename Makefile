@@ -13,7 +13,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-merge test-slow test-flare lint types tests doctests random-models soak demo demo-federation bench notebooks docs format clean
+.PHONY: help env test test-merge test-slow test-flare test-lowest lint types tests doctests random-models soak demo demo-federation bench notebooks docs dist format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +64,17 @@ $(FLARE)/.installed: requirements-flare.lock $(STAMP)
 test-flare: $(FLARE)/.installed  ## NVIDIA FLARE as a transport: its simulator, and a deployment with certificates
 	PYTHONPATH=$(abspath $(FLARE)) $(RUN) -m pytest tests/remote/test_flare.py tests/remote/test_flare_deployment.py
 
+# The oldest versions that pyproject.toml admits, in a folder of their own.
+LOWEST := $(VENV)/lowest
+
+$(LOWEST)/.installed: requirements-lowest.txt pyproject.toml
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< "pytest>=8.3" "pytest-xdist>=3.6" "hypothesis>=6.100" "funsor>=0.4.8"
+	@touch $@
+
+test-lowest: $(LOWEST)/.installed  ## the test suite with the lowest versions of dependencies
+	PYTHONPATH=. $(LOWEST)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow" tests
+
 # On their own: the doctests run in the plain settings of a user, the tests in strict ones.
 doctests: $(STAMP)  ## the examples in the docstrings
 	@$(FIRST_IMPORT)
@@ -91,6 +102,13 @@ notebooks: $(STAMP)  ## run the notebooks of examples/ without Jupyter, their pl
 
 docs: $(STAMP)  ## build the documentation into docs/_build/html (NOTEBOOKS=off: without running them)
 	$(RUN) -m sphinx -W --keep-going -b html $(if $(NOTEBOOKS),-D nb_execution_mode=$(NOTEBOOKS)) docs docs/_build/html
+
+dist: $(STAMP)  ## wheel and sdist into dist/; the wheel is tried in an environment with nothing but what it asks for
+	rm -rf dist build
+	$(RUN) -c 'from setuptools import build_meta as build; build.build_sdist("dist"); build.build_wheel("dist")'
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	cd build && empty/bin/python ../examples/run_notebooks.py quickstart && empty/bin/numpyro-fed --help
 
 format: $(STAMP)  ## rewrite the code in the common style
 	$(RUN) -m ruff check --fix .

@@ -93,4 +93,4 @@ __all__ = [
     "solvers",
     "split",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -18,7 +18,7 @@ Law: ``unpack(pack(envelope)) == envelope``, and where ``unpack(data)`` is read,
 
     >>> request = Envelope(
     ...     type="work", run="00112233aabbccdd", sequence=3, sender="server", recipient="york", study=64 * "0",
-    ...     software="numpyro_fed 0.1.0", answers="", body={"round": 3}, payload=b"numbers",
+    ...     software="numpyro_fed 0.2.0", answers="", body={"round": 3}, payload=b"numbers",
     ... )
     >>> data = pack(request)
     >>> unpack(data) == request

@@ -215,7 +215,7 @@ def _kind(error: BaseException) -> str:
 def _difference(one: str, other: str) -> str:
     """The parts of ``one`` that ``other`` has not.
 
-    >>> _difference("numpyro_fed 0.1.0, jax 0.10.2, float32", "numpyro_fed 0.1.0, jax 0.10.3, float32")
+    >>> _difference("numpyro_fed 0.2.0, jax 0.10.2, float32", "numpyro_fed 0.2.0, jax 0.10.3, float32")
     'jax 0.10.2'
     """
     return ", ".join(sorted(set(one.split(", ")) - set(other.split(", ")))) or "nothing else"

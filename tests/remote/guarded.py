@@ -16,7 +16,7 @@ from numpyro_fed.remote.site import Site
 
 STUDY = envelope.digest(b"model = ...")
 RUN = "00112233aabbccdd"
-SOFTWARE = "numpyro_fed 0.1.0, jax 0.10.2, numpyro 0.22.0, float32"
+SOFTWARE = "numpyro_fed 0.2.0, jax 0.10.2, numpyro 0.22.0, float32"
 NUMBERS = wire.encode({"gradient": np.arange(19, dtype=np.float32)})  # 102 bytes
 
 
