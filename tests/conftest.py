@@ -21,6 +21,8 @@ FREE = (
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("merge"):
+            item.add_marker(pytest.mark.slow)
         if item.path.stem not in FREE and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 

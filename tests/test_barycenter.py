@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ott.geometry.costs import Bures
+from tiers import tiers
 
 from numpyro_fed.normal.barycenter import barycenter, diagonal_barycenter, w2, w2_diagonal
 
@@ -54,7 +55,7 @@ def solve(means, covariances, weights=None, dtype=jnp.float64):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-4), (jnp.float64, 1e-6)])
-@pytest.mark.parametrize("d", [2, 10, 50, 200])
+@pytest.mark.parametrize("d", tiers([2, 10, 50, 200], 2, 50, others=pytest.mark.merge))
 def test_solves_the_papers_equation(x64, d, dtype, tolerance):
     means, covariances = random_normals(d, num := 2 if d == 200 else 5, d)
     weights = np.arange(1.0, num + 1) / np.sum(np.arange(num + 1))

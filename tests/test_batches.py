@@ -226,6 +226,7 @@ def test_bad_batches():
         )
 
 
+@pytest.mark.merge
 def test_rows_that_look_at_others_are_refused():
     """A random walk: without its neighbours a row has another density."""
 
@@ -257,6 +258,7 @@ def people(*sizes, d=3):
     return nf.split(np.repeat(np.arange(len(sizes)), sizes), x=x, y=y)
 
 
+@pytest.mark.merge
 def test_mean_over_rows_drawn_with_replacement_is_the_whole_silo(x64):
     """All 16 minibatches of two among four rows, as likely each: value and gradient to 1e-12. And as a solver sees it,
     4,000 random ones: within five standard errors in each of the four numbers."""

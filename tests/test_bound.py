@@ -63,6 +63,7 @@ def one_bound(split, data, guide, weighting):
     return jax.jit(bound), (params, jnp.array([0.4, -0.2]), jnp.array([0.1, 0.1]), split.theta), found
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("num", [1, 5])
 def test_gradients_of_globals_are_the_bounds_own(case, num):
     """At fixed draws the gradients of z_G and theta are derivatives: central differences agree to 1e-7."""
@@ -83,6 +84,7 @@ def test_gradients_of_globals_are_the_bounds_own(case, num):
     )
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("num", [1, 5])
 def test_gradients_of_the_guide_are_unbiased(case, num):
     """Mean over many draws against differences of the mean bound with common draws: within 4.5 standard errors.

@@ -84,6 +84,7 @@ def test_a_first_run_compiles_few_programs(programs: list[str]) -> None:
     assert model.traced <= 16
 
 
+@pytest.mark.merge
 def test_preparing_compiles_the_certificate_and_the_survey(programs: list[str]) -> None:
     # all that comes before a method: two silos' certificates, one survey
     model, data = Model(), silos()

@@ -26,6 +26,7 @@ def eps(x64):
     return {g: jax.random.normal(jax.random.key(7), shape) for g, shape in ROWS.items()}
 
 
+@pytest.mark.merge
 def test_both_give_the_same_draws_and_log_densities(local, eps):
     z = jnp.arange(D) / 3.0
     active = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, bool), eps)

@@ -87,6 +87,7 @@ def errors(fit: Fit, silos: nf.Silos) -> tuple[float, float]:
     return np.max(np.abs(found - mean) / sd), np.max(np.abs(np.log(np.sqrt(np.diagonal(spread)) / sd)))
 
 
+@pytest.mark.merge
 @pytest.mark.usefixtures("x64")
 def test_an_exact_posterior_stays(exact: Fit, silos: nf.Silos) -> None:
     fit = exact.correct(KEY, num_points=1500)
@@ -120,6 +121,7 @@ def test_a_wrong_posterior_is_repaired(wrong: Fit, corrected: Fit, silos: nf.Sil
     assert again.num_rounds == 3
 
 
+@pytest.mark.merge
 @pytest.mark.usefixtures("x64")
 def test_draws_come_from_the_weighted_points(corrected: Fit, silos: nf.Silos, tmp_path: Path) -> None:
     draws = corrected.sample(KEY, NUM)["beta"]

@@ -270,6 +270,7 @@ def test_draws_of_classes_have_their_posterior_probabilities() -> None:
     within(draws_of(split, data, z)["kind"][:, :6].mean(0), np.asarray(jax.nn.softmax(log_joint)[:, 1]))
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("name", ["several discrete", "chain of classes", "classes of visits"])
 def test_joint_draws_of_several_sites_have_their_posterior_probabilities(name: str) -> None:
     """Against NumPyro's log density of every combination, one row at a time."""
@@ -381,6 +382,7 @@ def test_a_log_likelihood_with_a_latent_in_it_is_left_out() -> None:
     assert set(found["log_likelihood"].data_vars) == {"x"}
 
 
+@pytest.mark.merge
 def test_pooled_nuts() -> None:
     silos = apart(9, 6)
     ours = nuts(classes, silos, num_warmup=50, num_samples=50, num_chains=1, progress_bar=False, rng_key=KEY)

@@ -65,7 +65,7 @@ def run(method, silos, rounds=None, **options):
 
 
 @pytest.mark.parametrize("num", tiers([4, 20], 4))
-@pytest.mark.parametrize("method", [nf.EP, nf.PVI])
+@pytest.mark.parametrize("method", tiers([nf.EP, nf.PVI], nf.EP, others=pytest.mark.merge))
 def test_conjugate_regression_is_exact_in_a_sweep(x64, method, num):
     silos = regression_silos(num)
     exact = closed_form(silos)
@@ -81,7 +81,7 @@ def test_conjugate_regression_is_exact_in_a_sweep(x64, method, num):
         np.testing.assert_allclose(each.shift[j], x.T @ y / NOISE**2, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("method", [nf.EP, nf.PVI])
+@pytest.mark.parametrize("method", tiers([nf.EP, nf.PVI], nf.PVI, others=pytest.mark.merge))
 def test_conjugate_regression_from_stale_broadcasts(x64, method):
     silos = regression_silos(4)
     fit = run(method(regression, tolerance=0), silos, 40, schedule="asynchronous")
@@ -123,6 +123,7 @@ def test_float32_programs_keep_natural_parameters_in_float64():
     assert fit.history["bytes_up"][1] < 4 * (9 * 8 + 9 + 80)  # the first round has the survey's, too
 
 
+@pytest.mark.merge
 def test_tied_sites_reach_the_closed_form_of_a_normal_model(x64):
     """At SEP's fixed point the changes of all silos add up to zero: for normal factors that is the posterior."""
     silos = regression_silos(4)
@@ -140,6 +141,7 @@ def located(mean, precision):
     numpyro.factor("likelihood", -0.5 * (z - mean) @ precision @ (z - mean))
 
 
+@pytest.mark.merge
 def test_diagonal_family_finds_the_pooled_mean_from_a_flat_prior(x64):
     """FedEP's toy: the diagonal family's fixed point has the exact mean; its first round is FedPA's answer."""
     rng = np.random.default_rng(3)

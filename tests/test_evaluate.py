@@ -176,6 +176,7 @@ def test_two_readings_of_the_log_likelihood(class_fit: Fit) -> None:
     np.testing.assert_allclose(*found.loc["point", ["log_likelihood", "mean_log_likelihood"]], rtol=1e-6)
 
 
+@pytest.mark.merge
 def test_the_point_is_the_mean_of_the_unconstrained_globals(binary_fit: Fit) -> None:
     """Known from 1,000 draws to sd / sqrt(1000); 5 of these move the mean log likelihood by at most that times the
     norm of x, as a log sigmoid's slope is at most one."""
@@ -193,6 +194,7 @@ def test_a_normal_is_evaluated_at_its_own_mean() -> None:
     check(found.loc["point"], expit(NEW_X @ [1.0, -2.0]), NEW_Y)
 
 
+@pytest.mark.merge
 def test_the_key_decides_and_has_a_default(binary_fit: Fit) -> None:
     data = dict(x=NEW_X, y=NEW_Y)
     assert evaluate(binary_fit, data).equals(evaluate(binary_fit, data, jax.random.key(0)))
@@ -348,6 +350,7 @@ def local_fit() -> Fit:
     return given_fit(intercepts, silos, loc=Z, scale=0.5, silo=dict(loc=1.0, scale=0.3, coupling=0.5), local=["a"])
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("silo", [None, "york", "own"])
 def test_local_latents_are_those_of_predict(local_fit: Fit, silo: str | None) -> None:
     """The model's own deterministic logits tell what predict has drawn with the same key."""

@@ -272,6 +272,7 @@ def test_an_outside_method_does_all_that_a_fit_does(fit, silos, exact, tmp_path)
     assert list(table["method"]) == ["ours", "corrected"]
 
 
+@pytest.mark.merge
 def test_an_outside_method_goes_on_and_starts_others(fit, silos, exact):
     on = MeanField(random_intercepts).run(KEY, silos, 3, init_state=fit.state, progress_bar=False)
     assert on.state.round == fit.state.round + 3
@@ -290,6 +291,7 @@ def test_an_outside_guide(silos, exact):
         found.normal()
 
 
+@pytest.mark.merge
 def test_an_outside_solver(silos, exact):
     found = nf.EP(random_intercepts, solver=Grid()).run(KEY, silos, 6, progress_bar=False).normal()
     assert abs(float(found.mean[0]) - exact[0]) < 0.01 * exact[1] and abs(found.sds[0] / exact[1] - 1) < 0.01

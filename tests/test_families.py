@@ -146,6 +146,7 @@ def total(q, changes, steps):
     return product(q, jax.tree.map(lambda leaf: np.sum(np.asarray(leaf), axis=0), moved))
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("scale", [0.02, 1.0, 30.0])
 def test_whatever_is_proposed_the_posterior_stays_proper(scale):
     q = FULL.project(np.zeros(3), np.eye(3))

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from laws.table import METHODS, homes, silos_for
+from tiers import tiers
 
 import numpyro_fed as nf
 from numpyro_fed.engines import Fault, Faults, Loopback
@@ -84,7 +85,7 @@ def documented() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-@pytest.mark.parametrize("name", ["PVI", "FedAvg"])
+@pytest.mark.parametrize("name", tiers(["PVI", "FedAvg"], "FedAvg", others=pytest.mark.merge))
 @pytest.mark.parametrize("kind", ["twice", "nan", "drop"])
 def test_the_table_holds(name: str, kind: str) -> None:
     header, _, *rows = documented()
@@ -140,12 +141,14 @@ def test_the_server_asks_again_where_it_needs_everyone() -> None:
     assert fit.history["bytes_up"].sum() > plain.history["bytes_up"].sum()
 
 
+@pytest.mark.merge
 def test_a_silo_that_does_not_answer_the_check() -> None:
     fit = fitted("EP", Fault("york", "drop", phase="check"), check=True)
     assert fit.verdict.status == "not checked"
     assert fit.verdict.reasons == ("not checked: silo 'york' is lost: it did not reply",)
 
 
+@pytest.mark.merge
 def test_the_only_silo_cannot_be_lost() -> None:
     engine = Loopback(faults=Faults([Fault("york", "nan", LATER)], patience=2))
     with pytest.raises(SiloLostError, match=r"change\.precision is not finite, and it was the only one") as error:
@@ -153,6 +156,7 @@ def test_the_only_silo_cannot_be_lost() -> None:
     assert error.value.fit.state.round == AT + 2
 
 
+@pytest.mark.merge
 def test_a_gradient_is_held_with_the_draw_it_belongs_to() -> None:
     """SFVI: with nothing lost, sums of what is held are the ordinary step, up to rounding."""
     plain = TABLE["SFVI"].run(KEY, silos_for(homes), ROUNDS, progress_bar=False, engine=Loopback())
@@ -176,6 +180,7 @@ def test_max_move_holds_back_a_poisoned_site() -> None:
     assert any("silo 'york' would still have moved the posterior" in reason for reason in fit.verdict.reasons)
 
 
+@pytest.mark.merge
 def test_max_move_leaves_a_good_fit_alone() -> None:
     silos = silos_for(homes)
     free, held = (nf.EP(homes, max_move=most).run(KEY, silos, progress_bar=False) for most in (None, 5.0))
@@ -211,6 +216,7 @@ def test_faults_say_what_they_take() -> None:
     assert "york" in str(Gone("york", "it did not reply", None, (), {}, 0))
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("schedule", [nf.schedules.sampled(3), nf.schedules.fixed([["leeds"], ["york"], ["hull"]])])
 def test_a_schedule_goes_on_with_those_who_are_left(schedule: Any) -> None:
     fit = fitted("PVI", Fault("york", "drop"), patience=1, schedule=schedule)

@@ -79,6 +79,7 @@ def test_what_the_closed_forms_give() -> None:
     assert round4(propagation.hybrid(one, jnp.ones(()), "closed")) == (0.3937, 0.8708)
 
 
+@pytest.mark.merge
 @pytest.mark.usefixtures("x64")
 def test_how_wrong_the_closed_forms_are() -> None:
     """In 4,000 random cases: the printed one has negative variances in most, and hardly ever a possible one."""
@@ -212,6 +213,7 @@ def test_a_little_weight_is_nearly_federated_averaging() -> None:
     assert off[0] < 1e-5 < 1e-4 < off[1]
 
 
+@pytest.mark.merge
 def test_the_networks_learn_and_sites_are_proper() -> None:
     fit = run(FEDNP, 60)
     kept = fit.state.server.beside

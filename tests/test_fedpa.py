@@ -185,6 +185,7 @@ def test_a_steep_silo_that_joins_late_does_not_make_it_diverge():
     assert np.max(fit.history["loss"]) < 3 * fit.history["loss"][0]
 
 
+@pytest.mark.merge
 def test_one_silo_is_told_that_there_is_nothing_to_average():
     with pytest.warns(UserWarning, match="nothing to average"):
         run(nf.FedAvg(regression, local_steps=2), unlike(sizes=(10,)), 2)
@@ -239,6 +240,7 @@ def test_a_step_of_federated_averaging_by_hand(x64):
     np.testing.assert_allclose(fit.state.server.z, expected, rtol=1e-10)
 
 
+@pytest.mark.merge
 def test_weights_that_stay_apart_take_the_steps_of_one_vector(x64):
     """Globals of two shapes and a param, with momentum and minibatches; a clip that never acts keeps them together."""
 

@@ -12,6 +12,7 @@ import pytest
 from given import given_fit
 from models import MODELS, glmm, normal
 from scipy.stats import bernoulli
+from tiers import tiers
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.results.fit import Fit
@@ -176,7 +177,7 @@ def groups(tree: Any) -> dict[str, Any]:
     return {name: tree[name] for name in tree.groups()}
 
 
-@pytest.mark.parametrize("name", DIMS)
+@pytest.mark.parametrize("name", tiers(DIMS, *list(DIMS)[::3], others=pytest.mark.merge))
 def test_dimensions_are_named_by_plates(name: str) -> None:
     case = MODELS[name]
     silos = case.silos()

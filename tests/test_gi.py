@@ -106,6 +106,7 @@ def test_inverse_root_has_the_gradient_of_a_finite_difference(x64):
     np.testing.assert_allclose(jnp.sum(jax.grad(value)(precision) * direction), slope, rtol=1e-7)
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("groups", ["layer", "unit"])
 def test_divergence_of_a_layer_is_its_monte_carlo_estimate(x64, groups):
     """Four standard errors of 20,000 draws of log q - log c."""
@@ -129,6 +130,7 @@ def test_divergence_of_a_layer_is_its_monte_carlo_estimate(x64, groups):
     assert abs(sampled.mean() - float(divergence)) < 4 * sampled.std() / np.sqrt(len(sampled))
 
 
+@pytest.mark.merge
 def test_one_silo_is_the_pooled_bound(x64):
     """Without others the tilted draw and its divergence are those of one table against the prior."""
     _, network = network_of(*NETWORK, data())
@@ -140,6 +142,7 @@ def test_one_silo_is_the_pooled_bound(x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), pooled, alone)
 
 
+@pytest.mark.merge
 def test_silos_in_turn_are_silos_at_once(x64):
     """Neither order nor rows of zero precision matter, and what is given in turn is what is given at once."""
     _, network = network_of(*NETWORK, data())
@@ -317,6 +320,7 @@ def same_draws(a, b, **tolerance):
         np.testing.assert_allclose(draws_of(b)[name], value, **tolerance)
 
 
+@pytest.mark.merge
 def test_a_fit_draws_predicts_and_is_kept(sequential, tmp_path):
     fit = sequential
     assert {name: value.shape for name, value in draws_of(fit).items()} == {
@@ -340,6 +344,7 @@ def test_bytes_down_grow_with_the_number_of_silos(sequential):
     assert 0 <= sequential.history["bytes_down"][1] - size(table) - 4 * sequential.split.dim < names
 
 
+@pytest.mark.merge
 def test_no_row_of_the_data_leaves(sequential):
     for place, name in enumerate(sequential.state.names):
         sent = np.asarray(sequential.state.server.table.inputs[place])
@@ -373,6 +378,7 @@ def test_where_pseudo_rows_begin():
     assert np.max(np.min(np.linalg.norm(sent[:, None] - silos["york"]["x"][None], axis=-1), axis=1)) < 1e-5
 
 
+@pytest.mark.merge
 def test_a_silo_leaves_with_its_rows_and_another_joins(sequential):
     fit = sequential
     rest = fit.without("york")

@@ -225,6 +225,7 @@ def test_encoders_find_the_posterior(amortised):
     check(*amortised, shift=0.05, ratio=0.05)
 
 
+@pytest.mark.merge
 def test_encoders_know_units_that_nobody_has_seen(amortised):
     """Latents of new units by their closed form, given mu: (4 y + mu) / 5, sd 1 / sqrt(5); no fitting."""
     fit, mean, sd = amortised
@@ -260,6 +261,7 @@ def test_encoders_are_saved_without_data(amortised, tmp_path):
         again.sample_local(jax.random.key(0), 5, silo="0")
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("kind", ["pair", "stax"])
 def test_any_pair_is_an_encoder(kind):
     """With minibatches and averaging, too: the weights are the server's, and nothing stays in a silo."""

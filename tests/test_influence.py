@@ -147,6 +147,7 @@ def test_add_is_the_posterior_of_all(fit: nf.Fit, silos: nf.Silos) -> None:
     assert on.num_rounds == 2 and np.all(on.history["bytes_up"] > 0)
 
 
+@pytest.mark.merge
 @pytest.mark.usefixtures("x64")
 def test_loaded_without_data_a_silo_can_leave(fit: nf.Fit, silos: nf.Silos, tmp_path: Path) -> None:
     loaded = nf.load(fit.save(tmp_path / "fit"), METHOD)

@@ -217,6 +217,7 @@ def test_counts_of_two_plates_that_happen_to_be_equal() -> None:
     assert found == [["at", "y"], ["num_groups", "region"], ["num_regions", "v"]]
 
 
+@pytest.mark.merge
 def test_shapes_that_are_asked_for_leave_nothing_behind() -> None:
     """JAX keeps a trace for each ``eval_shape`` of a function that lives on: some 70 kB a run of EP."""
     kept = lambda x: x + 1

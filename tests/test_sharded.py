@@ -35,6 +35,7 @@ def laws(which: str, seconds: float) -> None:
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
 
 
+@pytest.mark.merge
 def test_two_devices() -> None:
     laws("not slow", 600)
 

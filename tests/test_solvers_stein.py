@@ -105,6 +105,7 @@ def test_expectation_propagation_is_exact_on_a_conjugate_normal(d):
     np.testing.assert_allclose(fit.normal().sds / sd, 1, atol=0.005)
 
 
+@pytest.mark.merge
 def test_gradients_on_few_points_give_what_many_points_give():
     """A logistic regression of few rows, skewed: importance sampling on 4,096 points beside 128 with gradients."""
     silos = logistic_silos(4, 3, 20)
@@ -133,6 +134,7 @@ def test_rounds_begin_at_laplaces_approximation():
     np.testing.assert_allclose(still.normal().covariance, cov, atol=0.02 * np.max(cov))
 
 
+@pytest.mark.merge
 def test_where_there_is_no_mode_to_be_found_rounds_begin_at_the_prior():
     """A log density that is flat: the search for a maximum ends nowhere, and silos look for themselves."""
 

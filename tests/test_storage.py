@@ -95,6 +95,7 @@ def test_round_trip(fit: Fit, path: Path, method: SFVI, silos: Silos, tmp_path: 
     same(again.state.silos, fit.state.silos)
 
 
+@pytest.mark.merge
 def test_without_data_it_knows_all_but_the_data(fit: Fit, path: Path, method: SFVI) -> None:
     loaded = load(path, method)
     local = fit.sample_local(KEY, 5, silo="s")

@@ -21,14 +21,19 @@ HALF = 2  # rounds
 COHORT = nf.schedules.fixed([["york"]])
 
 
-def every_method(*slow: str) -> list[Any]:
-    """Values of the fixture ``runs``; ``slow`` are methods for which a law is a slow test."""
-    marks = lambda name: [pytest.mark.xdist_group(name), *[pytest.mark.slow] * (name in (*SLOW, *slow))]
+def every_method(*slow: str, mark: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:
+    """Values of the fixture ``runs``; ``slow`` are methods for which a law is a slow test (or what ``mark`` says)."""
+    of = lambda name: [pytest.mark.slow] * (name in SLOW) + [mark] * (name in slow)
+    marks = lambda name: [pytest.mark.xdist_group(name), *of(name)]
     return [pytest.param(name, marks=marks(name)) for name in METHODS]
 
 
 # A law that needs another program: slow tests of methods whose programs are long.
 another_program = pytest.mark.parametrize("runs", every_method(*LONG), indirect=True, scope="session")
+# The same where each method has parts of its own that may break.
+before_a_merge = pytest.mark.parametrize(
+    "runs", every_method(*LONG, mark=pytest.mark.merge), indirect=True, scope="session"
+)
 
 
 class Impatient(Vmap):

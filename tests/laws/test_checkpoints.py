@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runs import HALF, Runs, another_program, same
+from runs import HALF, Runs, another_program, before_a_merge, same
 
 import numpyro_fed as nf
 from numpyro_fed import memo
@@ -39,6 +39,7 @@ def agree(fit: nf.Fit, whole: nf.Fit) -> None:
     assert fit.ledger().equals(whole.ledger())
 
 
+@before_a_merge
 def test_a_run_goes_on_where_it_was(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing changes nothing, and the file in the middle of the rounds is enough."""
     path = tmp_path / "run"
@@ -87,6 +88,7 @@ def test_on_the_plain_engine_and_with_cohorts(
         agree(runs.run(runs.silos, checkpoint=path, checkpoint_every=1, **options), whole)
 
 
+@before_a_merge
 def test_what_leaves_is_what_is_counted(runs: Runs) -> None:
     """Round by round, silo by silo, from the shapes and from the bytes that crossed."""
     for fit in (runs.whole, runs.plain):

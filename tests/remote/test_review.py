@@ -79,6 +79,7 @@ def test_a_second_loss_keeps_the_fit_so_far(tmp_path: Path) -> None:
     assert told.value.fit.num_rounds > 0
 
 
+@pytest.mark.merge
 def test_a_silo_that_was_not_brought_the_fit_is_named(tmp_path: Path) -> None:
     silos = elsewhere(SFVI, three(), tmp_path)
     run(SFVI, silos, 1, check=False)
@@ -89,6 +90,7 @@ def test_a_silo_that_was_not_brought_the_fit_is_named(tmp_path: Path) -> None:
         run(SFVI, silos, 1, check=False)
 
 
+@pytest.mark.merge
 @pytest.mark.filterwarnings("ignore:.*A closing round was left out")
 def test_a_closing_round_that_is_refused_is_in_the_verdict(tmp_path: Path) -> None:
     """Without it FedPA has a point, of which a summary says sd 0."""
@@ -149,6 +151,7 @@ def test_a_run_that_is_used_is_not_let_go(tmp_path: Path) -> None:
 # --- what silos learn of each other -----------------------------------------------------------------------------------
 
 
+@pytest.mark.merge
 def test_no_silo_is_given_the_site_of_another(tmp_path: Path) -> None:
     """A site of a linear model is X'X and X'y. The fit that silos are brought has their posterior and not those."""
     data = three()
@@ -170,6 +173,7 @@ def test_no_silo_is_given_the_site_of_another(tmp_path: Path) -> None:
     assert mine.sample(KEY, 3)
 
 
+@pytest.mark.merge
 def test_silos_are_told_that_one_was_lost(tmp_path: Path) -> None:
     silos = elsewhere(SFVI, three(), tmp_path, quorum=2, patience=1)
     silos.engine.post.transport.away["york"] = lambda number: number > 8

@@ -119,6 +119,7 @@ def test_below_the_quorum_it_stops_with_the_fit_so_far(tmp_path: Path) -> None:
     assert told.value.fit is not None and told.value.fit.num_rounds > 0
 
 
+@pytest.mark.merge
 def test_a_silo_that_is_never_there(tmp_path: Path) -> None:
     """Before the first round it is left out where a quorum allows it, and the verdict says so."""
     study = study_of(it=EP)
@@ -133,6 +134,7 @@ def test_a_silo_that_is_never_there(tmp_path: Path) -> None:
         connect(study, sites)
 
 
+@pytest.mark.merge
 def test_a_loss_after_a_loss(tmp_path: Path) -> None:
     """Those who remain are known: one that is away just then is held, as it would be without the loss."""
     silos = elsewhere(SFVI, three(), tmp_path, quorum=1, patience=3)
@@ -211,12 +213,14 @@ def test_changed_data_are_refused(tmp_path: Path) -> None:
 # --- what a silo's owner decides --------------------------------------------------------------------------------------
 
 
+@pytest.mark.merge
 def test_a_policy_without_checks_is_in_the_verdict(tmp_path: Path) -> None:
     policies = {"leeds": ALL, "york": Policy(phases=("survey", "start", "rounds", "closing")), "hull": ALL}
     fit = run(EP, elsewhere(EP, three(), tmp_path, policy=policies), check=True)
     assert "not checked: silo 'york' refuses: its policy allows no check" in " ".join(str(fit.verdict).split())
 
 
+@pytest.mark.merge
 def test_a_correction_is_refused_by_default(tmp_path: Path) -> None:
     fit = run(EP, elsewhere(EP, three(), tmp_path, policy=Policy()), check=True)
     assert fit.verdict.status == "trusted"
@@ -271,6 +275,7 @@ def test_without_and_add(tmp_path: Path) -> None:
     assert nf.load(fit.save(tmp_path / "fit"), EP).sample(KEY, 3)
 
 
+@pytest.mark.merge
 def test_what_stays_in_the_silo(tmp_path: Path) -> None:
     """Globals are drawn here; a silo's own are not, and neither is it fitted by itself from here."""
     fit = run(EP, elsewhere(EP, three(), tmp_path), 1, check=False)
