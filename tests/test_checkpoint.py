@@ -277,6 +277,7 @@ def assert_same(a: Any, b: Any) -> None:
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.merge
 def test_silos_at_their_own_pace(tmp_path: Path) -> None:
     """What each silo last received is a part of the state."""
     go = lambda path: run(path, nf.PVI(model, tolerance=0), schedule="asynchronous", checkpoint_every=1)

@@ -186,6 +186,7 @@ def test_runs_go_on_from_it(corrected: Fit, silos: nf.Silos) -> None:
         corrected.posterior.to_warm_start(lonely)
 
 
+@pytest.mark.merge
 @pytest.mark.usefixtures("x64")
 def test_errors_teach(exact: Fit, corrected: Fit, silos: nf.Silos, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_points must be an int of at least 16, got 4"):

@@ -160,6 +160,7 @@ def test_of_labels_zero_and_one(binary_fit: Fit) -> None:
     check(found.loc["marginalised"], expit(NEW_X @ beta.T).mean(axis=1), NEW_Y)
 
 
+@pytest.mark.merge
 def test_of_classes(class_fit: Fit) -> None:
     found = evaluate(class_fit, dict(x=NEW_X, y=NEW_LABELS), KEY, num_samples=7)
     w = np.asarray(class_fit.sample(KEY, 7)["w"], np.float64)

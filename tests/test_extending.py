@@ -245,6 +245,7 @@ def exact(silos) -> tuple[float, float]:
     return variance * y.sum() / 2, np.sqrt(variance)
 
 
+@pytest.mark.merge
 def test_an_outside_method_does_all_that_a_fit_does(fit, silos, exact, tmp_path):
     mean, sd = exact
     draws = np.asarray(fit.sample(KEY, 4000)["mu"])

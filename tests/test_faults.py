@@ -115,7 +115,9 @@ def test_who_took_part_and_what_was_refused_is_in_the_history() -> None:
     assert fit.history["took_part"][rows[AT]].tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("name", ["EP", pytest.param("PVI", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [pytest.param("EP", marks=pytest.mark.merge), pytest.param("PVI", marks=pytest.mark.slow)]
+)
 def test_a_silo_lost_for_good_leaves_with_its_term(name: str) -> None:
     """The fit is that of the others, and says so."""
     silos = silos_for(homes)
@@ -132,6 +134,7 @@ def test_a_silo_lost_for_good_leaves_with_its_term(name: str) -> None:
     assert fit.history["took_part"].shape == (fit.num_rounds, 3)
 
 
+@pytest.mark.merge
 def test_the_server_asks_again_where_it_needs_everyone() -> None:
     """A start and a check are those of a run in which nothing was lost."""
     events = [Fault("york", "drop", (0,), times=2, phase="start"), Fault("hull", "damage", times=1, phase="check")]

@@ -107,6 +107,7 @@ def test_a_true_hybrid_is_within_its_bounds() -> None:
     np.testing.assert_allclose(again.variance, found.variance, rtol=1e-9)
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("kind", propagation.KINDS)
 def test_moments_and_their_gradients_are_finite(kind: str) -> None:
     """In float32, at slopes of zero and far in either tail; and the bounded variance is positive."""

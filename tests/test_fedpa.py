@@ -176,6 +176,7 @@ def test_curvatures_that_change_along_the_way_do_not_make_it_diverge():
     assert np.exp(fit.sample(jax.random.key(0), 1)["mu"])[0] == pytest.approx(total, rel=1e-3)
 
 
+@pytest.mark.merge
 def test_a_steep_silo_that_joins_late_does_not_make_it_diverge():
     rng = np.random.default_rng(0)
     silos = nf.Silos(

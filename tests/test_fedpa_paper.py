@@ -28,6 +28,7 @@ def test_silos_of_the_playground_have_the_papers_posteriors() -> None:
         np.testing.assert_allclose(np.cov(rows.T, ddof=0), np.eye(2), atol=1e-4)
 
 
+@pytest.mark.merge
 def test_a_path_is_that_of_a_run_from_its_start() -> None:
     silos, start = benchmark.playground_silos(), benchmark.STARTS[1]
     method = benchmark.playground_methods()["FedPA, 10 samples"]

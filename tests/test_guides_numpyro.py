@@ -241,6 +241,7 @@ def test_encoders_know_units_that_nobody_has_seen(amortised):
     assert own.shape == (50, 30)
 
 
+@pytest.mark.merge
 def test_only_encoders_know_new_units(amortised):
     silos, *_ = conjugate()
     plain = nf.SFVI(groups, importance_samples=1).run(jax.random.key(0), silos, 2, progress_bar=False)

@@ -91,6 +91,7 @@ def with_sites(fit: nf.Fit, prior: Natural, each: Natural, method: Any = METHOD)
 # --- silos that leave and join --------------------------------------------------------------------------------------
 
 
+@pytest.mark.merge
 @pytest.mark.usefixtures("x64")
 def test_without_is_the_posterior_of_the_others(fit: nf.Fit, silos: nf.Silos) -> None:
     assert_posterior(fit, silos, *silos.names)

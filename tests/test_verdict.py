@@ -100,6 +100,7 @@ def test_the_check_is_counted(silos: nf.Silos, fit: nf.Fit) -> None:
     assert np.sum(fit.history["bytes_up"]) - np.sum(plain.history["bytes_up"]) == asked > check.bytes_up
 
 
+@pytest.mark.merge
 def test_a_correction_only_adds_points(fit: nf.Fit) -> None:
     corrected = fit.correct(jax.random.key(7), 1024)
     np.testing.assert_array_equal(corrected.correction.points[:256], fit.evidence.points)

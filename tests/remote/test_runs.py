@@ -111,6 +111,7 @@ def test_a_silo_that_is_gone_leaves_with_its_term(method: Any, tmp_path: Path) -
         np.testing.assert_allclose(fit.normal().sds, others.normal().sds, rtol=2e-3)
 
 
+@pytest.mark.merge
 def test_below_the_quorum_it_stops_with_the_fit_so_far(tmp_path: Path) -> None:
     silos = elsewhere(EP, three(), tmp_path, patience=2)
     silos.engine.post.transport.away["york"] = lambda number: number > 9
