@@ -27,7 +27,7 @@ from numpyro_fed.algorithm import Cohort, Left, Plan
 from numpyro_fed.data.padding import silo_data
 from numpyro_fed.engines.base import sent_to
 from numpyro_fed.engines.vmap import CHUNK
-from numpyro_fed.precision import QUICK, in_user_precision, stacked
+from numpyro_fed.precision import QUICK, in_user_precision, known, stacked
 
 DATA = nf.datasets.six_cities()
 
@@ -203,7 +203,7 @@ def ep_apart(silos, num_rounds):
         split, stack, phase = prepared(method, silos)
         algorithm = in_user_precision(phase.algorithm, False)
         with jax.enable_x64(True):
-            quick = lambda function: jax.jit(function, compiler_options=QUICK)
+            quick = lambda function: jax.jit(function, compiler_options=known(QUICK))
             step, close = quick(algorithm.silo_step), quick(algorithm.server_step)
             server, _ = phase.begin(Left(), algorithm.init(key))
             data = [silo_data(silos, name, split.spec, split.partition.axes) for name in stack.names]

@@ -19,31 +19,46 @@ Array = jax.Array
 # XLA's fusion emitters take half of the time to compile, and gain little in programs of this size.
 QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 # for programs that do little work: a third of that time again, and about five times as long to run
-UNOPTIMISED: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 0}
+LEAST: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 0}
 ONCE = {"xla_backend_optimization_level": 1}  # programs that run a few times: half the time to compile, as fast to run
 # On a CPU, XLA hands sums and matrix products to a library (YNNPACK). What is summed is then written out first: sums of
 # many short rows take three times as long, those of rows of thousands nine tenths; products of silos' small matrices
 # take a fifth longer. This hands it nothing.
-NO_LIBRARY = {"xla_cpu_experimental_ynn_fusion_type": ""}
+NO_LIBRARY: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": ""}
 LITTLE = 5e7  # numbers that are looked at, up to which the time to compile is more than the time to run
 
 
-@lru_cache(maxsize=1)
-def _library_is_optional() -> bool:
-    """Whether the compiler takes :data:`NO_LIBRARY`, which is XLA's to take back."""
-    if jax.default_backend() != "cpu":
-        return False
+def _takes(options: dict[str, Any]) -> bool:
     try:
-        jax.jit(lambda: np.float32(0), compiler_options=NO_LIBRARY).lower().compile()
+        jax.jit(lambda: np.float32(0), compiler_options=options).lower().compile()
     except (jax.errors.JaxRuntimeError, ValueError):
         return False
     return True
 
 
+@lru_cache(maxsize=1)
+def _unknown() -> frozenset[str]:
+    """Options that this compiler does not take: they are XLA's to take back, and jaxlib 0.12 lacks one."""
+    wishes = LEAST | (NO_LIBRARY if jax.default_backend() == "cpu" else {})
+    if _takes(wishes):
+        return frozenset()
+    return frozenset(name for name, value in wishes.items() if not _takes({name: value}))
+
+
+def known(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that this compiler takes."""
+    return {name: value for name, value in options.items() if name not in _unknown()}
+
+
+def unoptimised() -> dict[str, Any]:
+    """What the compiler is told of programs that do little work."""
+    return known(LEAST)
+
+
 def for_rounds(effort: str) -> dict[str, Any]:
     """What the compiler is told of programs that run rounds, by how hard it is to try."""
-    options = {"most": {}, "some": QUICK, "least": UNOPTIMISED}[effort]
-    return options | NO_LIBRARY if _library_is_optional() else options
+    options = {"most": {}, "some": QUICK, "least": LEAST}[effort]
+    return known(options | (NO_LIBRARY if jax.default_backend() == "cpu" else {}))
 
 
 def in_x64(function: Callable) -> Callable:
@@ -154,4 +169,4 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def compiled_once(function: Callable[..., Any], *args: Any) -> Any:
     """Run a program that is used a single time."""
-    return jax.jit(function).lower(*args).compile(compiler_options=UNOPTIMISED)(*args)
+    return jax.jit(function).lower(*args).compile(compiler_options=unoptimised())(*args)

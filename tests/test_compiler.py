@@ -10,9 +10,9 @@ from numpyro_fed import precision
 
 @pytest.fixture
 def asked_anew():
-    precision._library_is_optional.cache_clear()
+    precision._unknown.cache_clear()
     yield
-    precision._library_is_optional.cache_clear()
+    precision._unknown.cache_clear()
 
 
 def test_programs_of_rounds_sum_by_themselves(asked_anew):
@@ -25,9 +25,13 @@ def test_programs_of_rounds_sum_by_themselves(asked_anew):
 
 
 def test_an_option_that_the_compiler_does_not_know_is_left_out(asked_anew, monkeypatch):
+    """Alone: the others are still told."""
+    level = {"xla_backend_optimization_level": 0}
     monkeypatch.setattr(precision, "NO_LIBRARY", {"xla_cpu_of_another_time": ""})
+    monkeypatch.setattr(precision, "LEAST", {"xla_cpu_of_yet_another": 1} | level)
     assert precision.for_rounds("most") == {}
-    assert precision.for_rounds("some") == precision.QUICK
+    assert precision.for_rounds("least") == precision.unoptimised() == level
+    jax.jit(lambda x: x, compiler_options=precision.unoptimised())(1.0)
 
 
 def test_unforeseen_numbers_are_the_same_and_left_to_the_program():

@@ -27,12 +27,12 @@ from numpyro_fed.model.build import split_model
 from numpyro_fed.model.rows import find_components, how_rows_lie
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import PartitionError
-from numpyro_fed.precision import UNOPTIMISED
+from numpyro_fed.precision import unoptimised
 
 
 def run(function: Any, *args: Any) -> Any:
     """A program that runs once: compiled without optimisation, in a third of the time."""
-    return jax.jit(function).lower(*args).compile(compiler_options=UNOPTIMISED)(*args)
+    return jax.jit(function).lower(*args).compile(compiler_options=unoptimised())(*args)
 
 
 def split_of(name: str) -> tuple[Silos, SplitModel]:

@@ -23,7 +23,7 @@ from numpyro_fed.model import discrete as enum
 from numpyro_fed.model.layout import with_mask
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import PartitionError
-from numpyro_fed.precision import UNOPTIMISED, compiled_once
+from numpyro_fed.precision import compiled_once, unoptimised
 
 Array = jax.Array
 ASKED = 4  # silos, at most
@@ -55,7 +55,7 @@ def certify(split: SplitModel, silos: Silos, max_silos: int = ASKED, seed: int =
 def _differs(split: SplitModel, silos: Silos, name: str, seed: int) -> str:
     """What is wrong in a silo; nothing, where its certificate holds."""
     axes = split.partition.axes
-    make = lambda: jax.jit(partial(_both, split), compiler_options=UNOPTIMISED)
+    make = lambda: jax.jit(partial(_both, split), compiler_options=unoptimised())
     both = remembered(make, "certificate", ByIdentity(split))  # one program for silos of the same shapes
     longest = {axis.name: (round_up if axis.free else int)(max(axis.lengths.values())) for axis in axes}
     own = {axis.name: axis.lengths[name] for axis in axes}

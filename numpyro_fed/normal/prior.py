@@ -17,7 +17,7 @@ from numpyro_fed.host import put
 from numpyro_fed.model.initial import initial
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import Family, Natural
-from numpyro_fed.precision import UNOPTIMISED
+from numpyro_fed.precision import unoptimised
 
 Array = jax.Array
 MOST_DENSE = 500  # dimensions in which the prior's Hessian is looked at as a matrix
@@ -43,7 +43,7 @@ def normal_prior(split: SplitModel, family: Family) -> Prior:
     if exact is not None:
         return exact
     keys = jax.random.split(jax.random.key(0), int(np.clip(MOST_DRAWN // d, FEWEST, DRAWS)))
-    drawn = jax.jit(jax.vmap(lambda key: initial(split, init_to_sample, key)), compiler_options=UNOPTIMISED)
+    drawn = jax.jit(jax.vmap(lambda key: initial(split, init_to_sample, key)), compiler_options=unoptimised())
     draws = np.asarray(drawn(keys), np.float64)
     # medians and quartiles: a Cauchy has no moments, and draws of an explosive prior may overflow
     low, middle, high = np.nanquantile(np.where(np.isfinite(draws), draws, np.nan), [0.25, 0.5, 0.75], axis=0)
@@ -57,7 +57,7 @@ def _exact(split: SplitModel, family: Family) -> Prior | None:
         log_prior = lambda z: split.log_prior(z, split.theta)
         dense = d <= MOST_DENSE or family.kind == "full"
         curvature = jax.hessian(log_prior) if dense else partial(_along, log_prior, _probes(d))
-        seen = jax.jit(lambda at: (*jax.value_and_grad(log_prior)(at), curvature(at)), compiler_options=UNOPTIMISED)
+        seen = jax.jit(lambda at: (*jax.value_and_grad(log_prior)(at), curvature(at)), compiler_options=unoptimised())
         places = _places(d)
         # not at zero, where NumPyro's gradients of logits are wrong
         values, slopes, curved = (np.stack(column) for column in zip(*map(seen, places), strict=True))

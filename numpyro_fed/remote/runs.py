@@ -19,7 +19,7 @@ from numpyro_fed.host import folded, key_of, shapes_of, zeros_like
 from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.methods.base import Method
 from numpyro_fed.model.survey import Survey
-from numpyro_fed.precision import UNOPTIMISED, finite, for_rounds, in_user_precision, strong
+from numpyro_fed.precision import finite, for_rounds, in_user_precision, strong, unoptimised
 from numpyro_fed.remote.envelope import MOST_PAYLOAD
 from numpyro_fed.remote.errors import ToldError
 from numpyro_fed.remote.opening import Agreed, agreed, description, from_json, opened, settled, silos_like
@@ -164,7 +164,7 @@ class Run:
             if function is None:
                 raise ValueError("the phase does no such thing in silos")
             self._compiled[do, recipe] = partial(
-                _in_user_precision, jax.jit(function, compiler_options=UNOPTIMISED), x64
+                _in_user_precision, jax.jit(function, compiler_options=unoptimised()), x64
             )
         return self._compiled[do, recipe]
 

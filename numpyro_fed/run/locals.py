@@ -30,7 +30,7 @@ from numpyro_fed.local.bound import Weighting, combined, row_weights
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.precision import UNOPTIMISED, to_user_dtype
+from numpyro_fed.precision import to_user_dtype, unoptimised
 from numpyro_fed.results.importance import pareto_k
 from numpyro_fed.results.looks import LocalLook
 from numpyro_fed.run.runner import Runner
@@ -157,7 +157,7 @@ def _sent(posterior: Any) -> Callable[[Key, PyTree], tuple[Array, dict[str, Arra
         z = jax.lax.map(lambda own: posterior.sample(own, server), jax.random.split(key, GLOBALS))
         return z, posterior.theta(server), posterior.local_context(server)
 
-    return jax.jit(run, compiler_options=UNOPTIMISED)
+    return jax.jit(run, compiler_options=unoptimised())
 
 
 def look_at_locals(

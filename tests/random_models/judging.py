@@ -13,7 +13,7 @@ from numpyro_fed.data.stack import stack_of
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.certificate import certify
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.precision import UNOPTIMISED
+from numpyro_fed.precision import unoptimised
 
 from .description import DISCRETE_LIMITS, FLAWS, Program, Truth, truth
 from .oracle import Values, joint, server, shapes
@@ -150,7 +150,7 @@ def _densities(program: Program, written: Written, model: Any, silos: nf.Silos, 
             server(_without_discrete(model, known[one][1]), silos[one], common | local[one], params, expected),
         )
 
-    found = jax.jit(evaluate, compiler_options=UNOPTIMISED)(common, local, params)
+    found = jax.jit(evaluate, compiler_options=unoptimised())(common, local, params)
     return _compare(found, silos.names)
 
 
