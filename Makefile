@@ -82,7 +82,7 @@ doctests: $(STAMP)  ## the examples in the docstrings
 
 # Each program is compiled for two or three calls: not optimised.
 random-models: $(STAMP)  ## N models at random: counts of right, asked, refused and wrong (VERDICTS=1: runs of EP and SFVI)
-	PYTHONPATH=tests XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false" \
+	PYTHONPATH=tests XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" \
 		$(RUN) -m random_models $(or $(N),1000) $(if $(VERDICTS),--verdicts)
 
 soak: $(STAMP)  ## 100,000 rounds, 1,000 runs and 1,000 silos in one process: does anything grow?

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from importlib.metadata import version
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib: no test opens a window
 # Before anything compiles: most of the time goes into compiling small programs that run for a moment. Without XLA's
@@ -9,8 +10,10 @@ os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib
 # environment compiles as for a user.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true"
+    + " --xla_cpu_use_fusion_emitters=false"
+    * (tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12)),
 )
 
 from functools import cache

@@ -19,14 +19,10 @@ import numpyro_fed as nf
 from numpyro_fed.engines.places import places_of
 
 HERE = Path(__file__).parent
-# most programs are compiled for a call or two: not optimised
-QUICK = (
-    "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
 
 
 def environment(devices: int) -> dict[str, str]:
-    return {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICK}"}
+    return {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {os.environ['XLA_FLAGS']}"}
 
 
 def laws(which: str, seconds: float) -> None:
