@@ -48,8 +48,8 @@ def judge(program: Program, certificate: bool = False) -> Outcome:
     asked = False
     if program.asks and not program.flaw:
         try:
-            nf.partition(model, silos, **told)
-            return Outcome("wrong", "did not ask", written)
+            if _roles(nf.partition(model, silos, **told), truth(program)):  # right or asks
+                return Outcome("wrong", "did not ask", written)
         except nf.PartitionError as error:
             asked = "Type local=[" in str(error) and "shared=[" in str(error)
             if not asked:
@@ -60,7 +60,7 @@ def judge(program: Program, certificate: bool = False) -> Outcome:
         return Outcome("refused", _reason(program, error), written)
     if program.flaw:
         return Outcome("wrong", f"flaw not found: {program.flaw}", written)
-    differs = _roles(split, truth(program))
+    differs = _roles(split.partition, truth(program))
     if not differs and program.seed % 3 == 0:
         differs = _same_backwards(written, model, split)
     if differs:
@@ -82,8 +82,7 @@ def _reason(program: Program, error: Exception) -> str:
     return f"unexpected: {error}"
 
 
-def _roles(split: SplitModel, expected: Truth) -> str:
-    part = split.partition
+def _roles(part: nf.Partition, expected: Truth) -> str:
     once = {s.name for s in part.sites if s.at_server and s.role in ("observed", "factor")}
     found = Truth(
         *(
