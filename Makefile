@@ -69,11 +69,12 @@ LOWEST := $(VENV)/lowest
 
 $(LOWEST)/.installed: requirements-lowest.txt pyproject.toml
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< "pytest>=8.3" "pytest-xdist>=3.6" "hypothesis>=6.100" "funsor>=0.4.8"
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< "pytest>=8.3" "pytest-xdist>=3.6" "hypothesis>=6.100" "funsor>=0.4.8" "setuptools>=77"
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 test-lowest: $(LOWEST)/.installed  ## the test suite with the lowest versions of dependencies
-	PYTHONPATH=. $(LOWEST)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow" tests
+	$(LOWEST)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow" tests
 
 # On their own: the doctests run in the plain settings of a user, the tests in strict ones.
 doctests: $(STAMP)  ## the examples in the docstrings

@@ -12,6 +12,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
 from numpyro_fed.host import key_of, shapes_of
+from numpyro_fed.precision import in_user_precision
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,10 @@ def sent(algorithm: FederatedAlgorithm, server: PyTree, silo: PyTree | None, dat
 
     Without ``silo``, a fresh one's.
     """
-    key = key_of(0)
-    broadcast = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key, s), 0), server)
-    if silo is None:
-        silo = shapes_of(algorithm.init_silo, key, broadcast, data)
-    message, _ = shapes_of(algorithm.silo_step, key, broadcast, silo, data)
+    key, own = key_of(0), in_user_precision(algorithm, jax.config.read("jax_enable_x64"))
+    with jax.enable_x64(True):  # elsewhere a shape of float64 is cut to float32
+        broadcast = jax.eval_shape(lambda s: sent_to(own.broadcast(key, s), 0), server)
+        if silo is None:
+            silo = shapes_of(own.init_silo, key, broadcast, data)
+        message, _ = shapes_of(own.silo_step, key, broadcast, silo, data)
     return Sent(wire.fields(message), wire.fields(broadcast))

@@ -8,21 +8,24 @@ from numpyro_fed import schedules
 from numpyro_fed.algorithm import FederatedAlgorithm, Phase, PyTree
 from numpyro_fed.engines.base import sent_to
 from numpyro_fed.host import shapes_of
+from numpyro_fed.precision import in_user_precision
 from numpyro_fed.run.runner import Runner
 
 
 def fresh_shapes(runner: Runner, algorithm: FederatedAlgorithm) -> tuple[PyTree, tuple]:
     """Of the states that the engine would start with; nothing is computed, and nothing sent."""
     key, stack = runner.key, runner.stack
-    server = shapes_of(algorithm.init, key)
-    if not runner.engine.holds_states:
-        return server, ()
-    received = jax.eval_shape(lambda server: sent_to(algorithm.broadcast(key, server), 0), server)
-    states = []
-    for b, bucket in enumerate(stack.buckets):
-        one = shapes_of(algorithm.init_silo, key, received, stack.shapes(b))
-        number = len(bucket.names)
-        states.append(jax.tree.map(lambda leaf, n=number: jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype), one))
+    own = in_user_precision(algorithm, jax.config.read("jax_enable_x64"))
+    with jax.enable_x64(True):  # elsewhere a shape of float64 is cut to float32
+        server = shapes_of(own.init, key)
+        if not runner.engine.holds_states:
+            return server, ()
+        received = jax.eval_shape(lambda server: sent_to(own.broadcast(key, server), 0), server)
+        states = []
+        for b, bucket in enumerate(stack.buckets):
+            one = shapes_of(own.init_silo, key, received, stack.shapes(b))
+            number = len(bucket.names)
+            states.append(jax.tree.map(lambda leaf, n=number: jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype), one))
     return server, tuple(states)
 
 
