@@ -183,7 +183,9 @@ class Sockets:
             self._greeting.release()
 
     def close(self) -> None:
-        """Hang up; silos try to come back until they are stopped."""
+        """Hang up; silos try to come back until they are stopped. Once is enough, twice no harm."""
+        if self._listener.fileno() < 0:
+            return
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._listener.close()

@@ -222,3 +222,9 @@ def test_a_killed_process_is_asked_again():
         assert hub.ask({"york": b"2"}, 60)["york"] == b"york:2"
         silo.kill()
         silo.wait()
+
+
+def test_to_close_twice_is_no_error():
+    hub = Sockets(ANYWHERE, KEYS)
+    hub.close()
+    hub.close()
