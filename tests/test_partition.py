@@ -362,6 +362,20 @@ def test_the_last_line_names_a_method_that_takes_the_model(size: int, theta: boo
     assert last.endswith(f": try nf.{method}.run(jax.random.key(0), silos)")
 
 
+def test_the_last_line_has_the_answers_that_were_given() -> None:
+    """It can be pasted: without them it would be of another model."""
+
+    def model(y):
+        s = numpyro.sample("s", dist.HalfNormal(1))
+        u = numpyro.sample("u", dist.Normal(0, s))
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(u, 1), obs=y)
+
+    silos = rows(3, 4)()
+    assert "try nf.EP(model, local=['u']).run(" in str(partition(model, silos, local="u"))
+    assert "try nf.EP(model, shared=['u']).run(" in str(partition(model, silos, shared=["u"]))
+
+
 # --- work ----------------------------------------------------------------------------------------------------------
 
 

@@ -87,7 +87,7 @@ def partition(
         "nor drawn in minibatches"
         for path, said in refused.items()
     )
-    return Partition(tuple(sites), tuple(axes), plates, silos.num_silos, reference, static, local, notes)
+    return Partition(tuple(sites), tuple(axes), plates, silos.num_silos, reference, static, local, notes, shared)
 
 
 def _hints(sites: list[Site], depends: Dependence, shared: tuple[str, ...]) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ class Partition:
     static_support: tuple[str, ...] = ()  # observed sites whose support depends on no latent
     named: tuple[str, ...] = ()  # plates and sites named in local=
     notes: tuple[str, ...] = ()  # what might not be meant; shown below the table
+    shared: tuple[str, ...] = field(default=(), compare=False)  # plates and sites named in shared=
     foretell: Any = field(default=None, compare=False, repr=False)  # (methods) -> what they would send
 
     def messages(self, *methods: Any) -> pd.DataFrame:
@@ -99,7 +100,10 @@ class Partition:
         why = "local latents stay in their silos" if own else "no local latents"
         if self.params:
             why += ", numpyro.param values"
-        return f"{size} global dimensions, {why}: try nf.{_method(size, self.params)}.run(jax.random.key(0), silos)"
+        answers = {"local": self.named, "shared": self.shared}
+        model = "".join(["model", *(f", {word}={list(names)}" for word, names in answers.items() if names)])
+        method = _method(size, self.params, model)
+        return f"{size} global dimensions, {why}: try nf.{method}.run(jax.random.key(0), silos)"
 
     @property
     def table(self) -> str:
@@ -125,12 +129,12 @@ class Partition:
         )
 
 
-def _method(size: int, params: tuple[str, ...]) -> str:
+def _method(size: int, params: tuple[str, ...], model: str) -> str:
     """A few rounds where EP can: its messages are quadratic in the globals, and it has no place for theta."""
     if 0 < size <= FEW_GLOBALS and not params:
-        return "EP(model)"
+        return f"EP({model})"
     guide = "" if size <= FULL_COVARIANCE else ', guide=nf.guides.StructuredNormal(global_cov="diagonal")'
-    return f"SFVI(model{guide})"
+    return f"SFVI({model}{guide})"
 
 
 FEW_GLOBALS = 200  # as many as EP was measured with (docs/accuracy.md), and a start is looked for in
