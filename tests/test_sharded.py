@@ -103,7 +103,6 @@ def together(*commands: list[str], seconds: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.merge
 def test_two_processes(tmp_path: Path) -> None:
     """Each has half of the silos' data on its device and the whole fit, which is that of one process."""
     methods = ["SFVI, no locals", "SFVI", "SEP", "FedAvg"]
