@@ -74,7 +74,7 @@ $(LOWEST)/.installed: requirements-lowest.txt pyproject.toml
 	@touch $@
 
 test-lowest: $(LOWEST)/.installed  ## the test suite with the lowest versions of dependencies
-	$(LOWEST)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow" tests
+	$(LOWEST)/bin/python -m pytest -n 2 --dist loadgroup -W default::DeprecationWarning -m "not slow" tests
 
 # On their own: the doctests run in the plain settings of a user, the tests in strict ones.
 doctests: $(STAMP)  ## the examples in the docstrings
