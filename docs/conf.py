@@ -25,6 +25,7 @@ pages = Path(__file__).parent / "notebooks"
 notebooks = [path for path in Path(__file__).parents[1].glob("examples/*.md") if "kernelspec" in path.read_text()]
 for path in notebooks:
     shutil.copy2(path, pages)
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # of the kernels: tqdm misses ipywidgets
 nb_execution_mode = "auto"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600  # seconds a cell
