@@ -228,3 +228,5 @@ def test_to_close_twice_is_no_error():
     hub = Sockets(ANYWHERE, KEYS)
     hub.close()
     hub.close()
+    with pytest.raises(OSError):
+        socket.create_connection(hub.address, timeout=5)
