@@ -108,6 +108,11 @@ def sent_to(broadcast: Broadcast, j: Any) -> Broadcast:
     return Broadcast(broadcast.common, jax.tree.map(lambda leaf: leaf[j], broadcast.each))
 
 
+def received_by_one(algorithm: FederatedAlgorithm, key: Any, server: PyTree) -> Broadcast:
+    """The shapes of what a silo receives from a server of that state or those shapes."""
+    return jax.eval_shape(lambda state: sent_to(algorithm.broadcast(key, state), 0), server)
+
+
 def one_state(engine: Any, algorithm: FederatedAlgorithm, server: PyTree, states: tuple, data: SiloData) -> PyTree:
     """What a silo's state looks like between rounds; an engine whose states are elsewhere knows it by itself."""
     known = getattr(engine, "one_state", None)
@@ -134,7 +139,7 @@ def sent(algorithm: FederatedAlgorithm, server: PyTree, silo: PyTree | None, dat
     """
     key, own = key_of(0), in_user_precision(algorithm, jax.config.read("jax_enable_x64"))
     with jax.enable_x64(True):  # elsewhere a shape of float64 is cut to float32
-        broadcast = jax.eval_shape(lambda s: sent_to(own.broadcast(key, s), 0), server)
+        broadcast = received_by_one(own, key, server)
         if silo is None:
             silo = shapes_of(own.init_silo, key, broadcast, data)
         message, _ = shapes_of(own.silo_step, key, broadcast, silo, data)

@@ -19,7 +19,7 @@ from numpyro_fed.checks import warn_user
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
-from numpyro_fed.engines.base import Sent, sent_to
+from numpyro_fed.engines.base import Sent, received_by_one, sent_to
 from numpyro_fed.engines.hearing import Gone
 from numpyro_fed.engines.inbox import Reply
 from numpyro_fed.engines.listening import Answer, Listening, Question
@@ -206,7 +206,7 @@ class RemotePhase:
         """What silos are sent for their first states, where they look at it."""
         algorithm = in_user_precision(algorithm, self.memory.x64)
         with jax.enable_x64(True):
-            received = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key_of(0), s), 0), server)
+            received = received_by_one(algorithm, key_of(0), server)
             return Sent(down=wire.fields(received)) if reads_broadcast(algorithm, received, data) else Sent()
 
     def in_silos(self, function: Callable[..., Any], given: Any, stack: Stack, *states: tuple | None) -> tuple:
@@ -232,7 +232,7 @@ class RemotePhase:
             algorithm = in_user_precision(algorithm, self.memory.x64)
             with jax.enable_x64(True):
                 server = shapes_of(algorithm.init, key) if server is None else server
-                received = jax.eval_shape(lambda s: sent_to(algorithm.broadcast(key, s), 0), server)
+                received = received_by_one(algorithm, key, server)
                 return shapes_of(algorithm.init_silo, key, received, data)
 
         rounds = self.memory.rounds

@@ -6,7 +6,7 @@ import jax
 
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import FederatedAlgorithm, Phase, PyTree
-from numpyro_fed.engines.base import sent_to
+from numpyro_fed.engines.base import received_by_one
 from numpyro_fed.host import shapes_of
 from numpyro_fed.precision import in_user_precision
 from numpyro_fed.run.runner import Runner
@@ -20,7 +20,7 @@ def fresh_shapes(runner: Runner, algorithm: FederatedAlgorithm) -> tuple[PyTree,
         server = shapes_of(own.init, key)
         if not runner.engine.holds_states:
             return server, ()
-        received = jax.eval_shape(lambda server: sent_to(own.broadcast(key, server), 0), server)
+        received = received_by_one(own, key, server)
         states = []
         for b, bucket in enumerate(stack.buckets):
             one = shapes_of(own.init_silo, key, received, stack.shapes(b))
