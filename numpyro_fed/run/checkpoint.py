@@ -149,7 +149,7 @@ class Checkpoint(Unsaved):
     def _write(self, loop: Loop, rows: list[dict[str, np.ndarray]], books: Any) -> None:
         header: dict[str, Any] = {"phase": self.phase.name, **{name: getattr(loop, name) for name in Loop._fields[3:]}}
         arrays = {"server": _encoded(loop.server)}
-        if self.phase.role != "check":  # a check leaves the silos' states as they are
+        if self.phase.role != "check" or self.phase.num_rounds > 1:  # a single look leaves silos' states as they are
             arrays["states"] = _encoded(loop.states)
             if self.names_of is not None:
                 header["kept"] = self.names_of(loop.states)

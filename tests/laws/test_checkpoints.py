@@ -76,6 +76,21 @@ def test_checkpoints_of_a_longer_run(runs: Runs, tmp_path: Path, monkeypatch: py
             same(fit.evidence.log_target, whole.evidence.log_target)
 
 
+@pytest.mark.merge
+@pytest.mark.xdist_group("EP")
+def test_a_check_of_several_rounds_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches for other modes have states in their silos: without them steps are others, and so is their number."""
+    runs, path, options = Runs("EP"), tmp_path / "run", dict(num_rounds=20, check=True)
+    whole, files = written(runs, monkeypatch, path, **options)
+    (rounds,) = (record.rounds for record in whole.records if record.phase == "modes")
+    assert rounds > 2
+    for file in files[-rounds:-1]:  # they are the last of a run
+        path.write_bytes(file)
+        fit = runs.run(runs.silos, checkpoint=path, checkpoint_every=1, **options)
+        agree(fit, whole)
+        same(fit.evidence.looks.modes.log_mass, whole.evidence.looks.modes.log_mass)
+
+
 @another_program
 @pytest.mark.parametrize("schedule", ["sequential", nf.schedules.sampled(2)])
 def test_on_the_plain_engine_and_with_cohorts(
