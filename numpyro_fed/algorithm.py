@@ -46,6 +46,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
 PyTree = Any
 Key = Any
@@ -63,6 +64,12 @@ class Cohort(NamedTuple):
 
     index: Any  # int (K,)
     num_silos: int
+
+    @property
+    def everyone(self) -> bool:
+        """Whether it is known, before the program runs, that all silos replied, in their order."""
+        known = isinstance(self.index, np.ndarray) and len(self.index) == self.num_silos
+        return known and bool(np.all(self.index == np.arange(self.num_silos)))
 
 
 # (rng_key) -> server_state. At the server, before anything is sent.

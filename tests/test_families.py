@@ -186,7 +186,18 @@ def test_what_a_silo_does_not_trust_is_left_out():
 
 def test_movement_is_in_sds():
     a, b = FULL.project(np.zeros(2), np.diag([4.0, 1.0])), FULL.project(np.array([1.0, 0.0]), np.diag([4.0, 1.0]))
-    moved = sites.movement(FULL, a, b)
+    moved = sites.movement(FULL.known(a), FULL.known(b))
     np.testing.assert_allclose(moved.shift, 0.5)
     np.testing.assert_allclose(moved.divergence, 0.25)
-    assert np.isinf(sites.movement(FULL, FULL.flat(2), b).shift)
+    np.testing.assert_allclose(moved.each, [0.5, 0, 0, 0], atol=1e-12)
+    nowhere = sites.movement(FULL.known(FULL.flat(2)), FULL.known(b))
+    assert np.isinf(nowhere.shift) and np.isinf(nowhere.divergence) and not np.any(nowhere.each)
+
+
+@pytest.mark.parametrize("kind", ["full", "diagonal", "identity"])
+def test_the_divergence_of_a_movement_is_kl_both_ways(kind):
+    family, draws = Family(kind), np.random.default_rng(0)
+    a, b = (family.project(draws.normal(size=3), np.cov(draws.normal(size=(3, 9)))) for _ in range(2))
+    moved = sites.movement(family.known(a), family.known(b))
+    np.testing.assert_allclose(moved.divergence, family.kl(a, b) + family.kl(b, a), rtol=1e-10)
+    np.testing.assert_allclose(moved.each[3:], np.log(family.sds(b) / family.sds(a)), rtol=1e-10)

@@ -33,7 +33,7 @@ class Weighting(NamedTuple):
     """How many draws per row, and how terms find their row. Static: part of the compiled program."""
 
     num: int = 1  # K
-    rows: str = "whole"  # "whole" silo, "aligned" with the rows, or "indexed" by Components
+    rows: str = "whole"  # "whole" silo, "aligned" with the rows, "indexed" by Components, or "single": there is one row
 
 
 class Batch(NamedTuple):
@@ -199,6 +199,9 @@ def combined(
     if weighting.rows == "aligned":
         (group,) = split.groups
         return add_aligned(split, terms, data.mask).at[:-1].add(-log_q[group.name])
+    if weighting.rows == "single":  # what does not depend on the row may count with it
+        total = sum((jnp.sum(term) for term in terms.values()), jnp.zeros(()))
+        return total - log_q[split.groups[0].name]
     if weighting.rows == "indexed":
         assert components is not None
         return add_indexed(components, terms, log_q, num_components(split, data.mask))
@@ -220,6 +223,8 @@ def row_weights(
     """Normalised weights (K, rows) of the components that a group's rows belong to."""
     if weighting.rows == "aligned":
         return weight[:, :-1]
+    if weighting.rows == "single":
+        return weight
     if weighting.rows == "indexed":
         assert components is not None
         return weight[:, components.rows[group]]

@@ -10,6 +10,7 @@ starts a guide. Newton's method finds it, row by row, from wherever it was befor
 them. There R is :math:`\sigma (I + T)`, with T strictly lower triangular.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.keys import digest, normal
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import LOG_2PI
+from numpyro_fed.normal.matrices import diagonal
 from numpyro_fed.normal.newton import Spectrum, positive_spectrum
 
 Array = jax.Array
@@ -95,7 +97,7 @@ class LocalLaplace(NamedTuple):
         return self._replace(loc=loc, root=root)
 
     def _diagonal(self) -> dict[str, Array]:
-        return {g: jnp.diagonal(root, axis1=1, axis2=2) for g, root in self.root.items()}
+        return {g: diagonal(root) for g, root in self.root.items()}
 
 
 def standard_local_laplace(split: SplitModel, data: SiloData) -> LocalLaplace:
@@ -114,6 +116,7 @@ class _Rows(NamedTuple):
     """Newton's search in all rows at once: where they are, what is known there, and how much their steps are damped."""
 
     loc: dict[str, Array]  # {group: (rows, k)}
+    step: dict[str, Array]  # to where they look next, {group: (rows, k)}
     slope: dict[str, Array]  # of the log density, {group: (rows, k)}
     spectrum: dict[str, Spectrum]  # of each row's negative Hessian
     damping: dict[str, Array]  # {group: (rows,)}, in units of the row's largest curvature
@@ -146,12 +149,16 @@ def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data:
         spectra = {}
         for group in split.groups:
 
-            def column(a: Array, group: Any = group) -> Array:
+            def column(unit: Any, group: Any = group) -> Array:
+                """Of every row's Hessian: along an element of the group, of all rows at once."""
                 tangent = {g: jnp.zeros_like(value) for g, value in z_local.items()}
-                tangent[group.name] = tangent[group.name].at[:, a].set(1.0)
-                return push(tangent)[group.name]
+                tangent[group.name] = jnp.broadcast_to(unit, tangent[group.name].shape).astype(slope[group.name].dtype)
+                return -push(tangent)[group.name]
 
-            hessian = -jnp.moveaxis(jax.vmap(column)(jnp.arange(group.size)), 0, -1)
+            if group.size == 1:
+                hessian = column(1.0)[:, :, None]
+            else:
+                hessian = jnp.moveaxis(jax.vmap(column)(np.eye(group.size)), 0, -1)
             hessian = 0.5 * (hessian + jnp.swapaxes(hessian, -1, -2))
             real = active[group.name]
             hessian = jnp.where(real[:, :, None] & real[:, None, :], hessian, jnp.eye(group.size))
@@ -159,36 +166,37 @@ def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data:
         return {g: jnp.where(active[g], slope[g], 0.0) for g in slope}, spectra
 
     def improve(i: Any, now: _Rows) -> _Rows:
-        step = {g: _damped(now.spectrum[g], now.damping[g]).solve(now.slope[g]) for g in now.loc}
-        trial = jax.tree.map(jnp.add, now.loc, step)
+        trial = jax.tree.map(jnp.add, now.loc, now.step)
         slope, spectrum = look(trial)
-        better = {g: _rose(now.slope[g], slope[g], step[g], spectrum[g]) for g in step}
+        better = {g: _rose(now.slope[g], slope[g], now.step[g], spectrum[g]) for g in trial}
 
-        def keep(g: str, new: Array, old: Array) -> Array:
-            return jnp.where(better[g].reshape(-1, *[1] * (new.ndim - 1)), new, old)
+        def keep(new: dict, old: dict) -> dict:
+            chosen = lambda g, a, b: jnp.where(better[g].reshape(-1, *[1] * (a.ndim - 1)), a, b)
+            return {g: jax.tree.map(partial(chosen, g), new[g], old[g]) for g in new}
 
-        return _Rows(
-            {g: keep(g, trial[g], now.loc[g]) for g in step},
-            {g: keep(g, slope[g], now.slope[g]) for g in step},
-            {g: Spectrum(*(keep(g, *pair) for pair in zip(spectrum[g], now.spectrum[g], strict=True))) for g in step},
-            {g: jnp.where(better[g], 0.1 * now.damping[g], 10 * now.damping[g] + 0.1) for g in step},
-        )
+        slope, spectrum = keep(slope, now.slope), keep(spectrum, now.spectrum)
+        damping = {g: jnp.where(better[g], 0.1 * now.damping[g], 10 * now.damping[g] + 0.1) for g in trial}
+        step = {g: _damped(spectrum[g], damping[g]).solve(slope[g]) for g in trial}
+        return _Rows(keep(trial, now.loc), step, slope, spectrum, damping)
 
-    at_rest = {group.name: jnp.zeros(loc[group.name].shape[0], loc[group.name].dtype) for group in split.groups}
-    found = jax.lax.fori_loop(0, steps, improve, _Rows(loc, *look(loc), at_rest))
+    # the first look is at ``loc`` itself, a step of nothing
+    nowhere = jax.tree.map(jnp.zeros_like, loc)
+    unknown = {g: Spectrum(jnp.ones_like(v), jnp.zeros((*v.shape, v.shape[1]), v.dtype)) for g, v in loc.items()}
+    at_rest = {g: jnp.zeros(v.shape[0], v.dtype) for g, v in loc.items()}
+    found = jax.lax.fori_loop(0, steps + 1, improve, _Rows(loc, nowhere, nowhere, unknown, at_rest))
     loc, spectrum = found.loc, found.spectrum
     cross = jax.vmap(lambda e: jax.jvp(lambda z: jax.grad(density)(loc, z), (z,), (e,))[1])(jnp.eye(split.dim))
-    coupling, root, diagonal = {}, {}, {}
+    coupling, root, curvature = {}, {}, {}
     for group in split.groups:
         values, vectors = spectrum[group.name]
         solved = jax.vmap(spectrum[group.name].solve)(cross[group.name])
         coupling[group.name] = jnp.moveaxis(jnp.where(active[group.name], solved, 0.0), 0, -1)
-        diagonal[group.name] = jnp.einsum("rij,rj,rij->ri", vectors, values, vectors)
+        curvature[group.name] = jnp.einsum("rij,rj,rij->ri", vectors, values, vectors)
         if group.size == 1:
             root[group.name] = jax.lax.rsqrt(values)[..., None]
         else:
             root[group.name] = jnp.linalg.cholesky(jnp.einsum("rij,rj,rkj->rik", vectors, 1 / values, vectors))
-    return LocalLaplace(z, loc, coupling, root, diagonal)
+    return LocalLaplace(z, loc, coupling, root, curvature)
 
 
 def _damped(spectrum: Spectrum, damping: Array) -> Spectrum:

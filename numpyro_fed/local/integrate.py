@@ -25,11 +25,13 @@ from numpyro_fed.local.bound import Weighting, combined, row_weights
 from numpyro_fed.local.conditional import LocalLaplace, draw_rows, fit_local_laplace, standard_local_laplace
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.redraw import redraw, replaced
+from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.observations import num_observations, silo_terms
 from numpyro_fed.model.rows import Components
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.families import LOG_2PI
+from numpyro_fed.normal.newton import derivatives
 
 Array = jax.Array
 NODES = {1: 21, 2: 15}  # per dimension of a row
@@ -82,7 +84,13 @@ def choose(
     if kind == "joint" and not samples_locals:
         raise ValueError("marginal='joint' samples the locals with the globals: use nf.solvers.HMC() or NUTS()")
     default = {"quadrature": NODES.get(size, 1), "importance_weighted": DRAWS, "joint": 1}[kind]
-    return Marginal(kind, num or default, survey.rows)
+    return Marginal(kind, num or default, rows_of(split, survey))
+
+
+def rows_of(split: SplitModel, survey: Survey) -> str:
+    """How terms find their rows; of locals that a silo has once all do, and nothing is looked up."""
+    once = len(split.groups) == 1 and not split.groups[0].axes
+    return "single" if once and survey.rows == "indexed" else survey.rows
 
 
 def _row_size(split: SplitModel) -> int:
@@ -103,6 +111,7 @@ class Factor(NamedTuple):
     log_f: Callable  # (z, frame, nodes) -> its logarithm at z
     nodes: Callable  # (key or None) -> nodes; with a key, fresh draws where there are draws
     joint: Callable  # (z, frame, eps) -> log p(y, z_L | z) |dz_L / deps| at z_L = frame(z, eps)
+    derivatives: Callable  # (z, frame, nodes) -> value, gradient and minus the Hessian of log f at z
     moments: Callable  # (z, frame, nodes) -> frame with the locals' mean and covariance given z, for draws
     eps_shape: dict[str, tuple[int, ...]]  # {group: (rows, k)}
     batch: int  # points of z that may be evaluated at once
@@ -144,7 +153,7 @@ def silo_factor(
     dtype = jnp.zeros(()).dtype
 
     def refit(z: Array, frame: LocalLaplace, steps: Any) -> Any:
-        return () if none else fit_local_laplace(split, z, theta, frame.loc, data, steps)
+        return () if none else _once(fit_local_laplace, split)(z, theta, frame.loc, data, jnp.asarray(steps, jnp.int32))
 
     def nodes(key: Array | None) -> Any:
         if none:
@@ -164,12 +173,6 @@ def silo_factor(
         }
         return Nodes(eps, jnp.asarray(log_weight, dtype))
 
-    def log_ratios(z: Array, frame: LocalLaplace, eps: dict) -> Array:
-        """log p(y, z_L | z) / N(z_L; frame), by component."""
-        found = split.evaluate(z, frame.at(z, eps), theta, data)
-        log_q = frame.log_prob(eps, found.active)
-        return combined(split, marginal.weighting, found.terms, log_q, data, components, None, None)
-
     def log_f(z: Array, frame: LocalLaplace, nodes: Nodes) -> Array:
         if none:
             return split.log_silo(z, {}, theta, data)
@@ -178,8 +181,12 @@ def silo_factor(
         return jnp.sum(by_rows(z, frame, nodes))
 
     def by_rows(z: Array, frame: LocalLaplace, nodes: Nodes) -> Array:
-        each = jax.vmap(lambda eps: log_ratios(z, frame, eps))(nodes.eps)
-        return logsumexp(each + nodes.log_weight[:, None], axis=0)
+        return logsumexp(_once(_log_terms, split, marginal)(z, frame, nodes, theta, data, components), axis=0)
+
+    def derivatives_at(z: Array, frame: LocalLaplace, nodes: Nodes) -> tuple[Array, Array, Array]:
+        if marginal.kind == "joint":
+            return derivatives(lambda z: log_f(z, frame, nodes), z)
+        return _once(_derivatives, split, marginal)(z, frame, nodes, theta, data, components)
 
     def joint(z: Array, frame: LocalLaplace, eps: dict) -> Array:
         log_det = frame.log_det()
@@ -191,8 +198,8 @@ def silo_factor(
     def moments(z: Array, frame: LocalLaplace, nodes: Nodes) -> Any:
         if none:
             return ()
-        log_weight = jax.vmap(lambda eps: log_ratios(z, frame, eps))(nodes.eps) + nodes.log_weight[:, None]
-        weight = jax.nn.softmax(log_weight, axis=0)
+        log_terms = _once(_log_terms, split, marginal)(z, frame, nodes, theta, data, components)
+        weight = jax.nn.softmax(log_terms, axis=0)
         mean, cov = {}, {}
         for g, eps in nodes.eps.items():
             own = row_weights(split, marginal.weighting, weight, g, data, components)  # (K, rows)
@@ -218,9 +225,50 @@ def silo_factor(
     part = None if batching is None else partial(_estimate, split, theta, data, batching)
     known = marginal.kind in ("quadrature", "importance_weighted")
     return Factor(
-        *(refit, log_f, nodes, joint, moments, shapes, batch, marginal.kind == "joint", redrawn, count, part),
-        by_rows if known else None,
+        *(refit, log_f, nodes, joint, derivatives_at, moments, shapes, batch, marginal.kind == "joint", redrawn, count),
+        *(part, by_rows if known else None),
     )
+
+
+def _once(function: Callable, split: SplitModel, *options: Any) -> Callable:
+    """``function(split, *options, ...)``, traced once per shapes, whichever phases of a run ask for it."""
+    make = lambda: jax.jit(partial(function, split, *options), inline=True)
+    return remembered(make, function, ByIdentity(split), *options)
+
+
+def _log_terms(
+    split: SplitModel,
+    marginal: Marginal,
+    z: Array,
+    frame: LocalLaplace,
+    nodes: Nodes,
+    theta: dict,
+    data: SiloData,
+    components: Components | None,
+) -> Array:
+    """log w_k p(y, z_Lk | z) / N(z_Lk; frame) at every node k, by component, (K, components)."""
+
+    def at(eps: dict) -> Array:
+        found = split.evaluate(z, frame.at(z, eps), theta, data)
+        log_q = frame.log_prob(eps, found.active)
+        return combined(split, marginal.weighting, found.terms, log_q, data, components, None, None)
+
+    return jax.vmap(at)(nodes.eps) + nodes.log_weight[:, None]
+
+
+def _derivatives(
+    split: SplitModel,
+    marginal: Marginal,
+    z: Array,
+    frame: LocalLaplace,
+    nodes: Nodes,
+    theta: dict,
+    data: SiloData,
+    components: Components | None,
+) -> tuple[Array, Array, Array]:
+    """Value, gradient and minus the Hessian of log f at z."""
+    factor = silo_factor(split, marginal, data, components, theta)
+    return derivatives(lambda z: factor.log_f(z, frame, nodes), z)
 
 
 def _estimate(split: SplitModel, theta: dict, data: SiloData, batching: Batching, key: Array, z: Array) -> Array:
@@ -233,5 +281,5 @@ def start_frame(split: SplitModel, data: SiloData) -> Any:
 
 def plain_factor(log_f: Callable) -> Factor:
     """A factor without locals: the server's prior."""
-    nothing = lambda *_: ()
-    return Factor(nothing, lambda z, frame, nodes: log_f(z), nothing, nothing, nothing, {}, 1024)
+    nothing, known = lambda *_: (), lambda z, frame, nodes: derivatives(log_f, z)
+    return Factor(nothing, lambda z, frame, nodes: log_f(z), nothing, nothing, known, nothing, {}, 1024)

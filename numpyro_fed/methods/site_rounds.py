@@ -131,12 +131,12 @@ def site_rounds(
         )
         return server._replace(started=jnp.zeros((), bool))
 
-    def warming_up(server: SitesServer, q: Natural) -> Array:
-        return jnp.any(server.visits == 0) | ~family.proper(q)
+    def warming_up(server: SitesServer, proper: Array) -> Array:
+        return jnp.any(server.visits == 0) | ~proper
 
     def broadcast(key: Array, server: SitesServer) -> Broadcast:
         q = sites.posterior(server.sites, tied)
-        packed = family.pack(q), warming_up(server, q)
+        packed = family.pack(q), warming_up(server, family.proper(q))
         seed = jax.random.bits(key, (2,), "uint32") if told else ()
         if tied:
             return Broadcast(SitesBroadcast(*packed, family.pack(server.sites.each), server.total, seed))
@@ -175,21 +175,27 @@ def site_rounds(
         )
         return message, SitesSilo(frame, local, solver_state, silo.components)
 
-    def aggregate(messages: SitesMessage, cohort: Cohort) -> tuple[SitesMessage, Array]:
-        return messages, jnp.asarray(cohort.index)
+    def aggregate(messages: SitesMessage, cohort: Cohort) -> tuple[SitesMessage, Array | None]:
+        return messages, None if cohort.everyone else jnp.asarray(cohort.index)
 
-    def server_step(key: Array, server: SitesServer, arrived: tuple[SitesMessage, Array]) -> tuple[SitesServer, dict]:
+    def server_step(
+        key: Array, server: SitesServer, arrived: tuple[SitesMessage, Array | None]
+    ) -> tuple[SitesServer, dict]:
         messages, index = arrived
-        old = sites.posterior(server.sites, tied)
+        those = lambda all_: all_ if index is None else all_[index]  # of the silos, those that were heard
+        put = lambda all_, new: new if index is None else all_.at[index].set(new)
+        asked = messages.ok.shape[0]
+        before = family.known(sites.posterior(server.sites, tied))
+        old, at_first = before.factor, warming_up(server, before.proper)
         changes = jax.vmap(family.unpack)(messages.change)
-        values, ok = server.values.at[index].set(messages.value), messages.ok
+        values, ok = jnp.append(put(server.values[:-1], messages.value), server.values[-1]), messages.ok
         held_back = {}
         if max_move is not None:
-            own = jax.tree.map(lambda leaf: leaf[index], server.sites.each)
+            own = jax.tree.map(those, server.sites.each)
             within = lambda site, change: trust.share_within(family, old, site, change, max_move)
             with jax.enable_x64(True):
-                share = jnp.where(ok & (server.visits[index] > 0), jax.vmap(within)(own, changes), 1.0)
-                held_back = {"held_back": jnp.zeros(num, bool).at[index].set(share < 1)}
+                share = jnp.where(ok & (those(server.visits) > 0), jax.vmap(within)(own, changes), 1.0)
+                held_back = {"held_back": put(jnp.zeros(num, bool), share < 1)}
             changes = sites.scaled(changes, share)
         solver_state, own_change = server.solver_state, family.flat(d)
         own_ok = jnp.ones((), bool)
@@ -202,11 +208,11 @@ def site_rounds(
         with jax.enable_x64(True):
             both = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), changes, own_change)
             ok = jnp.append(ok, own_ok)
-            visits = jnp.append(server.visits[index], jnp.max(server.visits))
+            visits = jnp.append(those(server.visits), jnp.max(server.visits))
             calm = jnp.where(server.robbins_monro, 1 / (1 + 0.5 * visits.astype(jnp.float64)), 1.0)
             steps = jnp.where(visits == 0, server.initial_step, server.step * calm)
         if optim is None:
-            accepted = trust.steps_within(family, old, both, steps, ok, warming_up(server, old))
+            accepted = trust.steps_within(family, old, both, steps, ok, at_first)
             moves, opt_state = sites.scaled(jax.tree.map(lambda leaf: sites.zeroed(leaf, ok), both), accepted), ()
         else:
             moves, opt_state, accepted = trust.optimised(
@@ -217,13 +223,12 @@ def site_rounds(
             if tied:
                 moved = jax.tree.map(lambda s, m: s + jnp.sum(m, axis=0), server.sites.each, each)
             else:
-                moved = jax.tree.map(lambda s, m: s.at[index].add(m), server.sites.each, each)
+                moved = jax.tree.map(lambda s, m: put(s, those(s) + m), server.sites.each, each)
             heard = accepted[:-1] > 0
         now = Sites(product(server.sites.prior, last), moved)
-        new = sites.posterior(now, tied)
-        far = to_user_dtype(sites.movement(family, old, new))
-        normaliser = jnp.where(family.proper(old), to_user_dtype(family.log_normaliser(old)), 0.0)
-        move = to_user_dtype(sites.move(family, old, new))
+        far = to_user_dtype(sites.movement(before, family.known(sites.posterior(now, tied))))
+        normaliser = jnp.where(before.proper, to_user_dtype(before.log_normaliser), 0.0)
+        move = far.each
         distance = jnp.minimum(jnp.maximum(far.shift, jnp.sqrt(far.divergence)), UNHEARD)
         back = (move @ server.previous_move < 0) & (
             move @ move > RESTLESS * server.previous_move @ server.previous_move
@@ -231,8 +236,8 @@ def site_rounds(
         # a short step moves little: what counts is how far a whole one would have gone
         longest = jnp.clip(jnp.max(to_user_dtype(steps)), 1 / UNHEARD, 1.0)
         whole = distance / jnp.maximum(longest, LEAST_STEP)
-        moving = server.moving.at[index].set(jnp.where(heard, jnp.minimum(whole, UNHEARD), UNHEARD))
-        at_rest = rest.after(server.rest, move, longest, len(index) / num, ~warming_up(server, old))
+        moving = put(server.moving, jnp.where(heard, jnp.minimum(whole, UNHEARD), UNHEARD))
+        at_rest = rest.after(server.rest, move, longest, asked / num, ~at_first)
         far_off = jnp.max(moving)
         far_off = jnp.where(server.averaged & (far_off < UNHEARD), rest.restless(at_rest), far_off)
         info = {
@@ -249,14 +254,14 @@ def site_rounds(
             step = jnp.where(server.backtrack & back, shorter, server.step)
             counts = (server.total, server.heard)
             if tied and not survey.known:
-                spoke = jnp.stack([jnp.sum(messages.rows).astype(jnp.float64), jnp.asarray(len(index), jnp.float64)])
+                spoke = jnp.stack([jnp.sum(messages.rows).astype(jnp.float64), jnp.asarray(asked, jnp.float64)])
                 heard_of = server.heard + spoke
                 counts = (num * heard_of[0] / heard_of[1], heard_of)
         server = server._replace(
             total=counts[0],
             heard=counts[1],
             sites=now,
-            visits=server.visits.at[index].add(heard.astype(jnp.int32)),
+            visits=put(server.visits, those(server.visits) + heard.astype(jnp.int32)),
             moving=moving,
             step=step,
             previous_move=move,

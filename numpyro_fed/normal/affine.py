@@ -15,7 +15,8 @@ from jaxtyping import Float
 
 from numpyro_fed.model.layout import GOLDEN, NEAR_ZERO
 from numpyro_fed.normal import lapack
-from numpyro_fed.normal.families import LOG_2PI, Family, Natural, inverse
+from numpyro_fed.normal.families import LOG_2PI, Family, Known, Natural
+from numpyro_fed.normal.matrices import diagonal, diagonal_matrix
 from numpyro_fed.precision import in_x64, to_user_dtype
 
 Array = jax.Array
@@ -25,7 +26,7 @@ class Coordinates(NamedTuple):
     """The map x -> m + R x, float64, and so the normal that it makes of a standard one."""
 
     mean: Float[Array, " d"]
-    # a matrix, lower triangular or (where nothing asks for that) any; or, in very many dimensions, sds
+    # a matrix, lower triangular but between two steps of a search; or, in very many dimensions, sds
     root: Float[Array, "d d"] | Float[Array, " d"]
 
 
@@ -41,19 +42,19 @@ class Quadratic(NamedTuple):
         return self.shift @ x - 0.5 * x @ self.precision @ x
 
 
-def coordinates(family: Family, q: Natural, dense: bool = True) -> Coordinates:
+def coordinates(family: Family, q: Natural | Known, dense: bool = True) -> Coordinates:
     """Those of q; where q is improper the model's own. With a matrix, unless ``dense`` is False."""
-    mean, root = family.moments(q)
-    proper = family.proper(q)
+    known = q if isinstance(q, Known) else family.known(q)
+    proper = known.proper
 
     @in_x64
     def run(mean: Array, root: Array) -> Coordinates:
         if not dense and root.ndim == 1:
             return Coordinates(jnp.where(proper, mean, 0.0), jnp.where(proper, root, 1.0))
-        full = root if root.ndim == 2 else jnp.diag(root)
+        full = root if root.ndim == 2 else diagonal_matrix(root)
         return Coordinates(jnp.where(proper, mean, 0.0), jnp.where(proper, full, jnp.eye(mean.shape[0])))
 
-    return run(mean, root)
+    return run(known.mean, known.root)
 
 
 def pull_back(at: Coordinates, factor: Natural) -> Quadratic:
@@ -69,18 +70,19 @@ def pull_back(at: Coordinates, factor: Natural) -> Quadratic:
     return to_user_dtype(run(at, factor))
 
 
-def log_evidence(family: Family, q: Natural, at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
+def log_evidence(family: Family, q: Natural | Known, at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
     """log E_q[f / site], where ``log_mean`` is the log of the mean of cavity x f over a standard normal in x.
 
     The logarithm of a model's evidence is the posterior's log normaliser and these, summed over the factors.
     """
-    proper, normaliser = family.proper(q), family.log_normaliser(q)
+    known = q if isinstance(q, Known) else family.known(q)
+    proper, normaliser = known.proper, known.log_normaliser
 
     @in_x64
     def run(at: Coordinates, cavity: Natural, log_mean: Array) -> Array:
         times = cavity.precision @ at.mean if cavity.precision.ndim == 2 else cavity.precision * at.mean
         const = cavity.shift @ at.mean - 0.5 * at.mean @ times
-        log_det = lapack.log_abs_det(at.root) if at.root.ndim == 2 else jnp.sum(jnp.log(at.root))
+        log_det = jnp.sum(jnp.log(jnp.abs(diagonal(at.root) if at.root.ndim == 2 else at.root)))
         volume = log_det + 0.5 * at.mean.shape[0] * LOG_2PI
         return const + volume + log_mean - jnp.where(proper, normaliser, 0.0)
 
@@ -105,7 +107,8 @@ def compose(at: Coordinates, mean: Array, root: Array) -> Coordinates:
 @in_x64
 def natural(at: Coordinates) -> Natural:
     """The normal whose coordinates these are."""
-    precision = inverse(at.root @ at.root.T)
+    half = lapack.solve_lower(at.root, jnp.eye(at.root.shape[0]))
+    precision = half.T @ half
     return Natural(precision, precision @ at.mean)
 
 
@@ -130,7 +133,7 @@ def with_lower_root(at: Coordinates) -> Coordinates:
     """The same normal with a lower triangular root."""
     with jax.enable_x64(True):
         upper = lapack.upper_factor(at.root.T)
-        signs = jnp.where(jnp.diagonal(upper) < 0, -1.0, 1.0)
+        signs = jnp.where(diagonal(upper) < 0, -1.0, 1.0)
         return at._replace(root=(signs[:, None] * upper).T)
 
 
@@ -142,10 +145,10 @@ def near_zero(d: int) -> Array:
 @in_x64
 def sds(at: Coordinates) -> Array:
     """Conditional sds: what a family without correlations would learn from its free energy."""
-    return jax.lax.rsqrt(jnp.diagonal(inverse(at.root @ at.root.T)))
+    return jax.lax.rsqrt(diagonal(natural(at).precision))
 
 
 @in_x64
 def root_of(covariance: Float[Array, "d d"]) -> Float[Array, "d d"]:
     """Its lower triangular root, float64; of one that is symmetric but for rounding."""
-    return lapack.cholesky(0.5 * (covariance + covariance.T))
+    return lapack.cholesky(covariance)

@@ -18,10 +18,10 @@ import numpy as np
 import scipy.linalg
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
-from numpyro.distributions.util import matrix_to_tril_vec, vec_to_tril_matrix
 
 from numpyro_fed.host import concrete, put
 from numpyro_fed.normal import lapack
+from numpyro_fed.normal.matrices import diagonal, diagonal_matrix, lower_half, symmetric
 from numpyro_fed.precision import in_x64, to_user_dtype
 
 Array = jax.Array
@@ -34,6 +34,28 @@ class Natural(NamedTuple):
 
     precision: Float[Array, "..."]
     shift: Float[Array, "*silos d"]
+
+
+class Known(NamedTuple):
+    """A factor with its moments, which many things are made of: they are found once. NaN where it is not proper."""
+
+    factor: Natural
+    mean: Float[Array, " d"]
+    root: Float[Array, "d d"] | Float[Array, " d"]  # of the covariance, lower triangular; or sds
+    proper: Bool[Array, ""]
+
+    @property
+    def sds(self) -> Float[Array, " d"]:
+        with jax.enable_x64(True):
+            return jnp.sqrt(jnp.sum(self.root**2, axis=-1)) if self.root.ndim == 2 else self.root
+
+    @property
+    def log_normaliser(self) -> Float[Array, ""]:
+        r""":math:`\log \int \exp(h^\top z - \tfrac12 z^\top P z) dz`."""
+        with jax.enable_x64(True):
+            sds = diagonal(self.root) if self.root.ndim == 2 else self.root
+            log_det = jnp.sum(jnp.log(jnp.abs(sds)))
+            return 0.5 * self.mean.shape[0] * LOG_2PI + log_det + 0.5 * self.factor.shift @ self.mean
 
 
 def product(*factors: Natural) -> Natural:
@@ -89,14 +111,13 @@ class Family:
         if self.kind != "full":
             return factor
         with jax.enable_x64(True):
-            return Natural(matrix_to_tril_vec(factor.precision), factor.shift)
+            return Natural(lower_half(factor.precision), factor.shift)
 
     def unpack(self, packed: Natural) -> Natural:
         if self.kind != "full":
             return packed
         with jax.enable_x64(True):
-            lower = vec_to_tril_matrix(packed.precision.astype(jnp.float64))
-            return Natural(lower + jnp.tril(lower, -1).mT, packed.shift)
+            return Natural(symmetric(packed.precision.astype(jnp.float64), packed.shift.shape[-1]), packed.shift)
 
     # --- conversions ------------------------------------------------------------------------------------------------
 
@@ -134,9 +155,13 @@ class Family:
         """Whether it is a distribution: finite, and its precision positive definite by a margin over rounding."""
         return _proper(self.kind, factor)
 
+    def known(self, factor: Natural) -> Known:
+        """All of it at once."""
+        return _known(self.kind, factor)
+
     def log_normaliser(self, factor: Natural) -> Float[Array, ""]:
         r""":math:`\log \int \exp(h^\top z - \tfrac12 z^\top P z) dz`."""
-        return _log_normaliser(self.kind, factor)
+        return self.known(factor).log_normaliser
 
     def kl(self, a: Natural, b: Natural) -> Float[Array, ""]:
         """KL(a || b).
@@ -169,26 +194,45 @@ def _dense(precision: Array, shift: Array) -> Array:
     d = shift.shape[-1]
     if jnp.ndim(precision) == 2:
         return precision
-    return jnp.diag(jnp.broadcast_to(precision, (d,)))
+    return diagonal_matrix(jnp.broadcast_to(precision, (d,)))
 
 
 def _project(kind: str, mean: ArrayLike, covariance: ArrayLike) -> Natural:
     @in_x64
     def run(mean: Array, covariance: Array) -> Natural:
-        diagonal = covariance if covariance.ndim == 1 else jnp.diagonal(covariance)
         if kind == "full":
-            full = covariance if covariance.ndim == 2 else jnp.diag(covariance)
-            precision = inverse(full)
+            precision = inverse(covariance if covariance.ndim == 2 else diagonal_matrix(covariance))
             return Natural(precision, precision @ mean)
-        precision = 1 / (diagonal if kind == "diagonal" else jnp.mean(diagonal))
+        variances = covariance if covariance.ndim == 1 else diagonal(covariance)
+        precision = 1 / (variances if kind == "diagonal" else jnp.mean(variances))
         return Natural(precision, precision * mean)
 
-    return run(mean, covariance)
+    if not concrete((mean, covariance)):
+        return run(mean, covariance)
+    with jax.enable_x64(True), np.errstate(all="ignore"):
+        return put(_project_on_host(kind, np.asarray(mean, np.float64), np.asarray(covariance, np.float64)))
+
+
+def _project_on_host(kind: str, mean: np.ndarray, covariance: np.ndarray) -> Natural:
+    """The same of values that are known."""
+    variances = covariance if covariance.ndim == 1 else np.diagonal(covariance)
+    found: Any
+    if kind != "full":
+        found = 1 / (variances if kind == "diagonal" else np.mean(variances))
+        return Natural(found, found * mean)
+    scale = np.sqrt(np.maximum(variances, 1e-300))
+    scaled = (np.diag(covariance) if covariance.ndim == 1 else covariance) / scale[None, :] / scale[:, None]
+    try:
+        half = scipy.linalg.solve_triangular(np.linalg.cholesky(scaled), np.diag(1 / scale), lower=True)
+        found = half.T @ half
+    except (np.linalg.LinAlgError, ValueError):  # it has no root, or is not finite
+        found = np.full_like(scaled, np.nan)
+    return Natural(found, found @ mean)
 
 
 def _scaled(precision: Array) -> tuple[Array, Array]:
     """A matrix with a unit diagonal, and the scale by which it was divided."""
-    scale = jnp.sqrt(jnp.maximum(jnp.diagonal(precision), 1e-300))
+    scale = jnp.sqrt(jnp.maximum(diagonal(precision), 1e-300))
     return precision / scale[None, :] / scale[:, None], scale
 
 
@@ -196,24 +240,44 @@ def _scaled(precision: Array) -> tuple[Array, Array]:
 def inverse(matrix: Float[Array, "d d"]) -> Float[Array, "d d"]:
     """The inverse of a positive definite matrix, by way of its Cholesky factor; symmetric. NaN if it has none."""
     scaled, scale = _scaled(matrix)
-    half = lapack.solve_lower(lapack.cholesky(scaled), jnp.diag(1 / scale))
+    half = lapack.solve_lower(lapack.cholesky(scaled), diagonal_matrix(1 / scale))
     return half.T @ half
 
 
-def _moments(kind: str, factor: Natural) -> tuple[Array, Array]:
+class _Roots(NamedTuple):
+    """A precision is s U U' s with U upper triangular, and inv(s U)' is a lower triangular root of the covariance."""
+
+    upper: Array
+    scale: Array
+    proper: Array  # bool
+
+
+def _roots(precision: Array) -> _Roots:
+    scaled, scale = _scaled(precision)
+    upper = lapack.cholesky(scaled[::-1, ::-1])[::-1, ::-1]
+    # NaN compares as False; a number that is not finite makes some pivot NaN
+    return _Roots(upper, scale, jnp.all(diagonal(precision) > 0) & jnp.all(diagonal(upper) ** 2 > SINGULAR))
+
+
+def _known(kind: str, factor: Natural) -> Known:
     @in_x64
-    def run(precision: Array, shift: Array) -> tuple[Array, Array]:
+    def run(precision: Array, shift: Array) -> Known:
+        finite = jnp.all(jnp.isfinite(precision)) & jnp.all(jnp.isfinite(shift))
         if kind != "full":
             variance = jnp.broadcast_to(1 / precision, shift.shape)
-            return variance * shift, jnp.sqrt(variance)
-        # P = U U' with U upper triangular, so inv(U)' is a lower triangular root of the covariance
-        scaled, scale = _scaled(precision)
-        upper = lapack.cholesky(scaled[::-1, ::-1])[::-1, ::-1]
-        root = lapack.solve_upper(upper, jnp.diag(1 / scale)).T
-        return root @ (root.T @ shift), root
+            proper = finite & jnp.all(precision > 0)
+            return Known(Natural(precision, shift), variance * shift, jnp.sqrt(variance), proper)
+        found = _roots(precision)
+        root = lapack.solve_upper(found.upper, diagonal_matrix(1 / found.scale)).T
+        return Known(Natural(precision, shift), root @ (root.T @ shift), root, finite & found.proper)
 
+    return run(factor.precision, factor.shift)
+
+
+def _moments(kind: str, factor: Natural) -> tuple[Array, Array]:
     if not concrete(factor):
-        return run(factor.precision, factor.shift)
+        found = _known(kind, factor)
+        return found.mean, found.root
     known = (np.asarray(leaf, np.float64) for leaf in factor)
     with jax.enable_x64(True), np.errstate(all="ignore"):
         return put(_moments_on_host(kind, *known))
@@ -240,20 +304,9 @@ def _proper(kind: str, factor: Natural) -> Array:
         finite = jnp.all(jnp.isfinite(precision)) & jnp.all(jnp.isfinite(shift))
         if kind != "full":
             return finite & jnp.all(precision > 0)
-        scaled, _ = _scaled(precision)
-        pivots = jnp.diagonal(lapack.cholesky(scaled)) ** 2
-        return finite & jnp.all(jnp.diagonal(precision) > 0) & jnp.all(pivots > SINGULAR)  # NaN compares as False
+        return finite & _roots(precision).proper
 
     return run(factor.precision, factor.shift)
-
-
-def _log_normaliser(kind: str, factor: Natural) -> Array:
-    @in_x64
-    def run(mean: Array, root: Array, shift: Array) -> Array:
-        diagonal = jnp.diagonal(root) if kind == "full" else root
-        return 0.5 * mean.shape[0] * LOG_2PI + jnp.sum(jnp.log(jnp.abs(diagonal))) + 0.5 * shift @ mean
-
-    return run(*_moments(kind, factor), factor.shift)
 
 
 def _kl(kind: str, a: Natural, b: Natural) -> Array:
@@ -262,7 +315,7 @@ def _kl(kind: str, a: Natural, b: Natural) -> Array:
         d, shift = mean.shape[0], mean_b - mean
         if kind == "full":
             trace = jnp.sum((precision @ root) * root)
-            logs = jnp.sum(jnp.log(jnp.abs(jnp.diagonal(root_b))) - jnp.log(jnp.abs(jnp.diagonal(root))))
+            logs = jnp.sum(jnp.log(jnp.abs(diagonal(root_b))) - jnp.log(jnp.abs(diagonal(root))))
             return 0.5 * (trace + shift @ precision @ shift - d) + logs
         return jnp.sum(0.5 * precision * (root**2 + shift**2) - 0.5 + jnp.log(root_b) - jnp.log(root))
 

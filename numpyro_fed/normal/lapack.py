@@ -41,11 +41,11 @@ def one_by_one(function: Callable) -> Callable:
     return guarded
 
 
-cholesky = one_by_one(lambda a: jnp.linalg.cholesky(a))
+# of a matrix that is symmetric but for rounding: its lower half is read. (``jnp.linalg``'s takes the mean of both.)
+cholesky = one_by_one(lambda a: jax.lax.linalg.cholesky(a, symmetrize_input=False))
 eigh = one_by_one(lambda a: tuple(jnp.linalg.eigh(a)))
 eigvalsh = one_by_one(lambda a: jnp.linalg.eigvalsh(a))
 solve = one_by_one(lambda a, b: jnp.linalg.solve(a, b))
-log_abs_det = one_by_one(lambda a: jnp.linalg.slogdet(a)[1])
 upper_factor = one_by_one(lambda a: jnp.linalg.qr(a, mode="r"))  # R of Q R
 solve_lower = one_by_one(lambda a, b: jax.scipy.linalg.solve_triangular(a, b, lower=True))
 solve_lower_transposed = one_by_one(lambda a, b: jax.scipy.linalg.solve_triangular(a, b, lower=True, trans=1))

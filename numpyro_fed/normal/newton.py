@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from numpyro_fed.normal import lapack
+from numpyro_fed.normal.matrices import diagonal
 
 Array = jax.Array
 LEAST = 1e-10  # a diagonal below this has no unit
@@ -57,7 +58,7 @@ def unit_diagonal(
     precision: Float[Array, "d d"], least: Float[Array, ""] | float = LEAST
 ) -> tuple[Float[Array, "d d"], Float[Array, " d"]]:
     """The precision of z / scale, whose diagonal is one (or minus one), and the scale."""
-    scale = jax.lax.rsqrt(jnp.maximum(jnp.abs(jnp.diagonal(precision)), least))
+    scale = jax.lax.rsqrt(jnp.maximum(jnp.abs(diagonal(precision)), least))
     return precision * scale[:, None] * scale[None, :], scale
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from numpyro.infer import init_to_sample
 
-from numpyro_fed.host import put
+from numpyro_fed.host import key_of, put
 from numpyro_fed.model.initial import initial
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import Family, Natural
@@ -42,9 +42,9 @@ def normal_prior(split: SplitModel, family: Family) -> Prior:
             exact = _exact(split, family)
     if exact is not None:
         return exact
-    keys = jax.random.split(jax.random.key(0), int(np.clip(MOST_DRAWN // d, FEWEST, DRAWS)))
-    drawn = jax.jit(jax.vmap(lambda key: initial(split, init_to_sample, key)), compiler_options=unoptimised())
-    draws = np.asarray(drawn(keys), np.float64)
+    num, one = int(np.clip(MOST_DRAWN // d, FEWEST, DRAWS)), lambda key: initial(split, init_to_sample, key)
+    drawn = jax.jit(lambda key: jax.vmap(one)(jax.random.split(key, num)), compiler_options=unoptimised())
+    draws = np.asarray(drawn(key_of(0)), np.float64)
     # medians and quartiles: a Cauchy has no moments, and draws of an explosive prior may overflow
     low, middle, high = np.nanquantile(np.where(np.isfinite(draws), draws, np.nan), [0.25, 0.5, 0.75], axis=0)
     centre, sd = np.nan_to_num(middle), np.clip(np.nan_to_num((high - low) / 1.349), 1e-3, 1e3)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from numpyro_fed.normal.families import Family, Natural, product, summed
+from numpyro_fed.normal.families import Known, Natural, product, summed
 from numpyro_fed.precision import in_x64
 
 Array = jax.Array
@@ -51,31 +51,34 @@ def zeroed(leaf: Float[Array, "silos ..."], ok: Bool[Array, " silos"]) -> Float[
 
 
 class Movement(NamedTuple):
-    """How far the posterior moved."""
+    """How far the posterior moved, float64."""
 
     divergence: Float[Array, ""]  # symmetrised KL
     shift: Float[Array, ""]  # the largest of a mean, in sds
+    each: Float[Array, " 2*d"]  # of means and log sds, in sds
 
 
-def movement(family: Family, old: Natural, new: Natural) -> Movement:
-    """From one proper posterior to another; infinite where one is not proper."""
-    both = family.proper(old) & family.proper(new)
-    divergence = family.kl(old, new), family.kl(new, old)
-    means, sds = (family.mean(old), family.mean(new)), family.sds(new)
+def movement(old: Known, new: Known) -> Movement:
+    r"""From one proper posterior to another; infinite, in no direction, where one is not proper.
 
-    @in_x64
-    def run(kl: tuple, means: tuple, sds: Array) -> Movement:
-        shift = jnp.max(jnp.abs(means[1] - means[0]) / sds)
-        divergence = jnp.maximum(kl[0] + kl[1], 0.0)  # rounding
-        return Movement(jnp.where(both, divergence, jnp.inf), jnp.where(both, shift, jnp.inf))
-
-    return run(divergence, means, sds)
-
-
-def move(family: Family, old: Natural, new: Natural) -> Float[Array, " 2*d"]:
-    """How means and log sds moved, in sds, (2 d,); nothing from or to a posterior that is not proper."""
-    means, sds = (family.mean(old), family.mean(new)), (family.sds(old), family.sds(new))
-    both = family.proper(old) & family.proper(new)
+    The logarithms of KL(a || b) and KL(b || a) cancel: with precisions P and covariances C, and means that differ by m,
+    their sum is :math:`\tfrac12 \mathrm{tr}(P_a C_b + P_b C_a) - d + \tfrac12 m^\top (P_a + P_b) m`.
+    """
     with jax.enable_x64(True):
-        moved = jnp.concatenate([(means[1] - means[0]) / sds[1], jnp.log(sds[1] / sds[0])])
-        return jnp.where(both & jnp.isfinite(moved), moved, 0.0)
+        both, d = old.proper & new.proper, old.mean.shape[0]
+        off, sds = new.mean - old.mean, new.sds
+        total = old.factor.precision + new.factor.precision
+        if old.root.ndim == 2:
+            trace = sum(jnp.sum((a.factor.precision @ b.root) * b.root) for a, b in ((old, new), (new, old)))
+            far = off @ total @ off
+        else:
+            trace = jnp.sum(old.factor.precision * new.root**2 + new.factor.precision * old.root**2)
+            far = jnp.sum(total * off**2)
+        divergence = jnp.maximum(0.5 * (trace + far) - d, 0.0)  # rounding
+        each = jnp.concatenate([off / sds, jnp.log(sds / old.sds)])
+        shift = jnp.max(jnp.abs(each[:d]))
+        return Movement(
+            jnp.where(both, divergence, jnp.inf),
+            jnp.where(both, shift, jnp.inf),
+            jnp.where(both & jnp.isfinite(each), each, 0.0),
+        )

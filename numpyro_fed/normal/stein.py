@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from numpyro_fed.normal import lapack
+from numpyro_fed.normal.matrices import diagonal
 from numpyro_fed.precision import in_x64
 
 Array = jax.Array
@@ -66,7 +67,7 @@ def moments(
     @in_x64
     def run(draws: Array, gradients: Array) -> tuple[Array, Array]:
         cross, steep = slope(draws, gradients), slope(gradients, gradients)
-        scale = jax.lax.rsqrt(jnp.maximum(jnp.diagonal(steep), TINY))
+        scale = jax.lax.rsqrt(jnp.maximum(diagonal(steep), TINY))
         unit = scale[:, None] * steep * scale[None] + TINY * jnp.eye(d)  # gradients of a flat direction are all equal
         regression = (scale[:, None] * lapack.solve(unit, scale[:, None] * cross)).T
         left = slope(draws, draws) - regression @ cross

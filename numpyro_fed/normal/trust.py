@@ -65,22 +65,20 @@ def steps_within(
 
         own = jax.vmap(alone)(changes, steps)
 
-        def improper(carry: tuple) -> Array:
-            count, factor = carry
-            with jax.enable_x64(True):
-                return (count < 3 * HALVINGS) & ~fine(after(factor * own))
+        def unfinished(carry: tuple) -> Array:
+            count, _, found = carry
+            return (count <= 3 * HALVINGS) & ~found
 
         def halve(carry: tuple) -> tuple:
-            count, factor = carry
+            count, factor, _ = carry
             with jax.enable_x64(True):
-                return count + 1, 0.5 * factor
+                return count + 1, 0.5 * factor, fine(after(0.5 * factor * own))
 
         with jax.enable_x64(True):
-            begin = jnp.zeros((), jnp.int32), jnp.ones((), jnp.float64)
-        factor = jax.lax.while_loop(improper, halve, begin)[1]
+            begin = jnp.zeros((), jnp.int32), jnp.full((), 2.0, jnp.float64), jnp.zeros((), bool)
+        last = jax.lax.while_loop(unfinished, halve, begin)
         with jax.enable_x64(True):
-            accepted = factor * own
-            return jnp.where(fine(after(accepted)), accepted, 0.0)
+            return jnp.where(last[2], last[1] * own, 0.0)
 
     return jax.lax.cond(fine(after(steps)), everything, less, None)
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm, Phase
 from numpyro_fed.engines.stale import stale
 from numpyro_fed.host import key_of
+from numpyro_fed.local.integrate import rows_of
 from numpyro_fed.remote.opening import Agreed
 from numpyro_fed.run.locals import locals_round
 from numpyro_fed.run.modes import modes_phase, with_few_nodes
@@ -81,7 +82,7 @@ def _theta(run: Agreed, size: Any = None) -> Made:
 
 
 def _locals(run: Agreed, size: Any = None) -> Made:
-    algorithm = locals_round(run.split, run.program.posterior, run.survey.rows, _count(size))
+    algorithm = locals_round(run.split, run.program.posterior, rows_of(run.split, run.survey), _count(size))
     return Made(_look("locals", algorithm), "check")
 
 

@@ -264,6 +264,8 @@ def _points(fit: Fitted, key: Array, num_samples: int) -> tuple[np.ndarray, np.n
 def integrated(fit: Fitted) -> Marginal:
     """How locals are integrated out: as exactly as the model allows."""
     found = choose(fit.split, fit.survey)
+    if found.rows == "single":  # which observations depend on the row is asked here
+        found = found._replace(rows="indexed")
     return found._replace(num=max(found.num, DRAWS)) if found.kind == "importance_weighted" else found
 
 

@@ -10,17 +10,17 @@ from functools import partial
 
 import numpy as np
 
-from numpyro_fed.algorithm import Posterior, PyTree
+from numpyro_fed.algorithm import Posterior, Program, PyTree
 from numpyro_fed.host import folded
 from numpyro_fed.keys import digest
-from numpyro_fed.local.integrate import Marginal
+from numpyro_fed.local.integrate import Marginal, rows_of
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.results.importance import proposal, scrambling
 from numpyro_fed.results.looks import Looks
 from numpyro_fed.results.verdict import Evidence, found_change, globals_at, log_weights
 from numpyro_fed.run.foresee import foresee
-from numpyro_fed.run.locals import look_at_locals
+from numpyro_fed.run.locals import foresee_locals, look_at_locals
 from numpyro_fed.run.modes import look_for_modes, looked_for, modes_phase, num_searches, with_few_nodes
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.run.target import BLOCK, exact_marginal, log_target, target_phase
@@ -75,16 +75,20 @@ def checked(
     return "the check was interrupted" if looks is None else evidence._replace(looks=looks)
 
 
-def foreseen(runner: Runner, posterior: Posterior, survey: Survey) -> list[Callable[[], None]]:
+def foreseen(runner: Runner, program: Program, survey: Survey) -> list[Callable[[], None]]:
     """What begins to compile the check's larger programs, one by one."""
-    split = runner.split
+    split, posterior = runner.split, program.posterior
     if not (runner.engine.holds_states and 0 < split.dim <= MOST_DIMS):
         return []
     marginal = exact_marginal(split, survey, posterior)
     phases = [target_phase(runner, "check", marginal, BLOCK)]
     if looked_for(split, marginal):
         phases.append(modes_phase(split, with_few_nodes(marginal, split), num_searches(split)))
-    return [partial(foresee, runner, phase, scheduled=False) for phase in phases]
+    rounds = next(phase for phase in program.phases if phase.role == "rounds")
+    return [
+        *(partial(foresee, runner, phase, scheduled=False) for phase in phases),
+        partial(foresee_locals, runner, posterior, rows_of(split, survey), rounds),
+    ]
 
 
 def _looked(
@@ -99,7 +103,7 @@ def _looked(
 ) -> Looks | None:
     """What the points do not see; None: interrupted."""
     theta, mean = posterior.theta(server), np.asarray(normal.mean, np.float64)
-    local = look_at_locals(runner, posterior, survey.rows, server, states)
+    local = look_at_locals(runner, posterior, rows_of(runner.split, survey), server, states)
     modes = None if local is None else look_for_modes(runner, marginal, normal, theta, evidence)
     if local is None or modes is None:
         return None

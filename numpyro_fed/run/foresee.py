@@ -1,13 +1,11 @@
 """Programs that a run will need, compiled beside what goes on before (:mod:`numpyro_fed.engines.ahead`)."""
 
-from functools import partial
-
 import jax
 
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import FederatedAlgorithm, Phase, PyTree
 from numpyro_fed.engines.base import received_by_one
-from numpyro_fed.host import shapes_of
+from numpyro_fed.host import shapes_of, undisturbed
 from numpyro_fed.precision import in_user_precision
 from numpyro_fed.run.runner import Runner
 
@@ -29,17 +27,20 @@ def fresh_shapes(runner: Runner, algorithm: FederatedAlgorithm) -> tuple[PyTree,
     return server, tuple(states)
 
 
-def foresee(runner: Runner, phase: Phase, scheduled: bool = True) -> None:
+def foresee(runner: Runner, phase: Phase, scheduled: bool = True, shapes: tuple[PyTree, tuple] | None = None) -> None:
     """Begin to compile a phase whose rounds will be asked for, where the engine can do that.
 
     Args:
         scheduled: those take part whom the schedule names; else everyone.
+        shapes: of the states that it will begin with; None: of the algorithm's own.
     """
     begin = getattr(runner.engine, "compile_ahead", None)
     if begin is None or (scheduled and schedules.stale(runner.schedule)):
         return
     algorithm = phase.variant(phase.likely).algorithm
-    plain = partial(jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    server, states = plain(fresh_shapes(runner, algorithm))
-    cohorts = runner.cohorts(0, 1) if scheduled else None
-    begin(algorithm, runner.key, runner.stack, server, states, cohorts, runner.effort(phase))
+    with undisturbed():
+        if shapes is None:
+            shapes = fresh_shapes(runner, algorithm)
+        server, states = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)
+        cohorts = runner.cohorts(0, 1) if scheduled else None
+        begin(algorithm, runner.key, runner.stack, server, states, cohorts, runner.effort(phase))

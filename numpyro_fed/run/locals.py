@@ -12,7 +12,7 @@ each local plate it returns three numbers: the worst row's k, how many rows have
 and how many rows there are. Where rows meet in a term the silo's locals have one weight together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -24,7 +24,7 @@ from jax.scipy.special import logsumexp
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Key, Left, Phase, Posterior, PyTree
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
-from numpyro_fed.host import folded, put, real_dtype
+from numpyro_fed.host import folded, put, real_dtype, shapes_of
 from numpyro_fed.keys import digest
 from numpyro_fed.local.bound import Weighting, combined, row_weights
 from numpyro_fed.memo import ByIdentity, remembered
@@ -33,6 +33,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.precision import to_user_dtype, unoptimised
 from numpyro_fed.results.importance import pareto_k
 from numpyro_fed.results.looks import LocalLook
+from numpyro_fed.run.foresee import foresee, fresh_shapes
 from numpyro_fed.run.runner import Runner
 
 Array = jax.Array
@@ -151,13 +152,61 @@ def num_draws(split: SplitModel, stack: Stack) -> int:
 
 
 def _sent(posterior: Any) -> Callable[[Key, PyTree], tuple[Array, dict[str, Array], PyTree]]:
-    """What silos receive, made from the method's own state in one program: draws of the globals, theta, the context."""
+    """What silos receive, made from the method's own state: draws of the globals, theta, the context."""
 
     def run(key: Key, server: PyTree) -> tuple[Array, dict[str, Array], PyTree]:
         z = jax.lax.map(lambda own: posterior.sample(own, server), jax.random.split(key, GLOBALS))
         return z, posterior.theta(server), posterior.local_context(server)
 
-    return jax.jit(run, compiler_options=unoptimised())
+    return run
+
+
+def _phase(runner: Runner, posterior: Any, rows: str) -> Phase:
+    """How it begins is left open."""
+    split, num = runner.split, num_draws(runner.split, runner.stack)
+    make = partial(locals_round, split, posterior, rows, num)
+    return Phase(
+        "locals",
+        remembered(make, "locals", ByIdentity(split), _program(posterior), rows, num),
+        cohort=len(runner.stack.names),
+        role="check",
+        effort="some",
+        looks_at_data=GLOBALS * num,
+        watched=False,  # a Pareto k of exact weights is minus infinity
+        recipe=("locals", num),
+    )
+
+
+def _program(posterior: Any) -> Hashable:
+    return getattr(posterior, "local_program", ByIdentity(posterior))
+
+
+def _draw(split: SplitModel, posterior: Any) -> Callable[[Key, PyTree], tuple[Array, dict[str, Array], PyTree]]:
+    make = lambda: jax.jit(_sent(posterior), compiler_options=unoptimised())
+    return remembered(make, "sent to locals", ByIdentity(split), _program(posterior))
+
+
+def _unknown(split: SplitModel) -> LocalsMessage:
+    """Before silos have answered."""
+    counts = {group.name: np.zeros((), jnp.result_type(int)) for group in split.groups}
+    return LocalsMessage(*put(({group: np.zeros((), real_dtype()) for group in counts}, counts, counts)))
+
+
+def foresee_locals(runner: Runner, posterior: Posterior, rows: str, rounds: Phase) -> None:
+    """Begin to compile the look at the locals, for states such as the rounds will leave."""
+    split = runner.split
+    if split.groups and isinstance(posterior, HasLocals):
+        server, states = fresh_shapes(runner, rounds.variant(rounds.likely).algorithm)
+        x64, draw = jax.config.read("jax_enable_x64"), _sent(posterior)
+
+        def drawn(key: Key, server: PyTree) -> tuple:
+            with jax.enable_x64(x64):
+                return draw(key, server)
+
+        with jax.enable_x64(True):  # elsewhere a shape of float64 is cut to float32
+            z, theta, context = shapes_of(drawn, runner.key, server)
+        begun = LocalsServer(z, theta, context, _unknown(split))
+        foresee(runner, _phase(runner, posterior, rows), scheduled=False, shapes=(begun, states))
 
 
 def look_at_locals(
@@ -169,25 +218,9 @@ def look_at_locals(
         return {}
     if not isinstance(posterior, HasLocals) or not states:
         return f"nf.{runner.label} has no density of the locals given the globals, so they were not looked at"
-    num, key = num_draws(split, runner.stack), folded(runner.key, LOCALS)
-    counts = {group.name: np.zeros((), jnp.result_type(int)) for group in split.groups}
-    unknown = LocalsMessage(*put(({group: np.zeros((), real_dtype()) for group in counts}, counts, counts)))
-    shared = getattr(posterior, "local_program", ByIdentity(posterior))
-    draw = remembered(lambda: _sent(posterior), "sent to locals", ByIdentity(split), shared)
-    z, theta, context = draw(key, server)
-    begun = LocalsServer(z, theta, context, unknown)
-    make = partial(locals_round, split, posterior, rows, num)
-    phase = Phase(
-        "locals",
-        remembered(make, "locals", ByIdentity(split), shared, rows, num),
-        begin=lambda left, fresh: Begun(begun),
-        cohort=len(runner.stack.names),
-        role="check",
-        effort="some",
-        looks_at_data=GLOBALS * num,
-        watched=False,  # a Pareto k of exact weights is minus infinity
-        recipe=("locals", num),
-    )
+    drawn = _draw(split, posterior)(folded(runner.key, LOCALS), server)
+    begun = LocalsServer(*drawn, _unknown(split))
+    phase = _phase(runner, posterior, rows)._replace(begin=lambda left, fresh: Begun(begun))
     left, _ = runner.run((phase,), Left(), states, None)
     if left.interrupted:
         return None

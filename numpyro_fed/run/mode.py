@@ -34,6 +34,7 @@ from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.rows import Components, components_of
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
+from numpyro_fed.normal.matrices import lower_half, symmetric
 from numpyro_fed.normal.newton import (
     Search,
     advance,
@@ -49,7 +50,7 @@ LEAST_CURVATURE = 1e-5  # in units of the diagonal's: globals may be correlated 
 LOOK = 5  # rounds between two looks at whether it has converged
 MAX_ROUNDS = 40
 MAX_DIM = 200  # above this a dense Hessian costs more than it gives
-NODES = {1: 9, 2: 5}  # per dimension of a row: enough for a start
+NODES = {1: 9, 2: 5}  # per dimension of a row: enough to find a mode
 DRAWS = 8  # of the locals, where there is no quadrature
 LOCAL_STEPS = 12
 JITTER = 0.1  # of the first point: components of a mixture that begin alike would stay alike
@@ -102,7 +103,6 @@ def newton_start(split: SplitModel, marginal: Marginal, num_apart: int = 0) -> F
     """
     theta_flat, unravel_theta = ravel_pytree(split.theta) if split.theta else (np.zeros(0, real_dtype()), lambda _: {})
     d, size = split.dim, split.dim + theta_flat.shape[0]
-    lower = np.tril_indices(size)
     free = np.concatenate([np.ones(d, bool), *(np.full(n, not held) for n, held in _held(split))])
 
     def parts(x: Array) -> tuple[Array, dict]:
@@ -110,7 +110,7 @@ def newton_start(split: SplitModel, marginal: Marginal, num_apart: int = 0) -> F
 
     def init(key: Array) -> ModeServer:
         first = jnp.concatenate([JITTER * jax.random.normal(key, (d,)), theta_flat])
-        shapes = (), (size,), (len(lower[0]),)
+        shapes = (), (size,), (size * (size + 1) // 2,)
         each = ModeMessage(*(jnp.zeros((num_apart, *shape)) for shape in shapes)) if num_apart else ()
         return ModeServer(start_search(first), jnp.array(False), each)
 
@@ -137,8 +137,10 @@ def newton_start(split: SplitModel, marginal: Marginal, num_apart: int = 0) -> F
             factor = factor_at(theta)
             return factor.log_f(z, frame, factor.nodes(None))
 
-        value, gradient, precision = derivatives(log_f, x)
-        return ModeMessage(value, gradient, precision[lower]), _silo(before, frame, silo.components)
+        factor = factor_at(theta)
+        found = derivatives(log_f, x) if theta else factor.derivatives(z, frame, factor.nodes(None))
+        value, gradient, precision = found
+        return ModeMessage(value, gradient, lower_half(precision)), _silo(before, frame, silo.components)
 
     def aggregate(messages: ModeMessage, cohort: Cohort) -> tuple[ModeMessage, Any]:
         order = jnp.argsort(jnp.asarray(cohort.index))
@@ -161,12 +163,6 @@ def newton_start(split: SplitModel, marginal: Marginal, num_apart: int = 0) -> F
         return ModeServer(new, accepted, each), {"loss": -value, "_gain": new.gain, "_best": new.value}
 
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
-
-
-def symmetric(lower: Array, size: int) -> Array:
-    """The matrix, of its lower triangle."""
-    half = jnp.zeros((size, size)).at[np.tril_indices(size)].set(lower)
-    return half + jnp.tril(half, -1).T
 
 
 def another_point(split: SplitModel, key: Array, attempt: int) -> Array:

@@ -33,17 +33,17 @@ from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
+from numpyro_fed.normal.matrices import lower_half, symmetric
 from numpyro_fed.normal.newton import Search, advance, derivatives
 from numpyro_fed.results.looks import FAR, ModesLook, told
 from numpyro_fed.results.scalars import scalars
 from numpyro_fed.results.verdict import Evidence, globals_at
 from numpyro_fed.run.books import Record
-from numpyro_fed.run.mode import MAX_DIM, symmetric
+from numpyro_fed.run.mode import MAX_DIM, NODES
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import as_schedule
 
 Array = jax.Array
-NODES = {1: 7, 2: 5}  # per dimension of a row: a mode is not placed by the last digit
 DRAWS = 32  # of a row's locals, the same at every point, where there is no quadrature
 SEARCHES = ((20, 6), (50, 3), (MAX_DIM, 2))  # up to so many dimensions, so many
 MAX_ROUNDS = 10
@@ -80,7 +80,6 @@ class SearchServer(NamedTuple):
 def searches_round(split: SplitModel, marginal: Marginal, num: int) -> FederatedAlgorithm:
     """The searches as pure functions; see :mod:`numpyro_fed.algorithm`."""
     d = split.dim
-    lower = np.tril_indices(d)
 
     def init(key: Array) -> SearchServer:
         return begun(np.zeros((num, d), real_dtype()), split.theta, np.zeros(d), np.eye(d))
@@ -105,12 +104,12 @@ def searches_round(split: SplitModel, marginal: Marginal, num: int) -> Federated
                 frame = found._replace(coupling=frame.coupling)  # none: nodes need not move with z to be differentiated
                 # a step that was too long must not stay: the next one starts from here
                 loc = jax.tree.map(lambda new, old: jnp.where(jnp.all(jnp.isfinite(new)), new, old), frame.loc, loc)
-            value, gradient, precision = derivatives(lambda z: factor.log_f(z, frame, nodes), z)
-            return SearchMessage(value, gradient, precision[lower]), loc
+            value, gradient, precision = factor.derivatives(z, frame, nodes)
+            return SearchMessage(value, gradient, lower_half(precision)), loc
 
         def one(given: tuple[Array, Array, Any]) -> tuple[SearchMessage, Any]:
             ended, z, loc = given
-            nothing = SearchMessage(jnp.zeros(()), jnp.zeros(d), jnp.zeros(len(lower[0])))
+            nothing = SearchMessage(jnp.zeros(()), jnp.zeros(d), jnp.zeros(d * (d + 1) // 2))
             return jax.lax.cond(ended, lambda z, loc: (nothing, loc), look, z, loc)
 
         return jax.lax.map(one, (sent.ended, sent.points, silo))

@@ -27,6 +27,7 @@ from numpyro_fed.local.integrate import Marginal, silo_factor, start_frame
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.normal.matrices import lower_half
 from numpyro_fed.results.looks import ThetaLook
 from numpyro_fed.results.scalars import scalars
 from numpyro_fed.run.runner import Runner
@@ -58,7 +59,6 @@ class ThetaServer(NamedTuple):
 
 def theta_round(split: SplitModel, marginal: Marginal, num: int) -> FederatedAlgorithm:
     """The round as pure functions; see :mod:`numpyro_fed.algorithm`."""
-    lower = np.tril_indices(ravel_pytree(split.theta)[0].size)
 
     def at_points(log_density: Any, sent: ThetaBroadcast, batch: int) -> ThetaMessage:
         """Of ``log_density(z, theta)``."""
@@ -73,7 +73,7 @@ def theta_round(split: SplitModel, marginal: Marginal, num: int) -> FederatedAlg
 
             hessian, score = jax.jacfwd(slope, has_aux=True)(flat)
             seen = weight > 0  # where the density is zero its derivatives may be anything
-            return jnp.where(seen, score, 0.0), jnp.where(seen, weight * hessian[lower], 0.0)
+            return jnp.where(seen, score, 0.0), jnp.where(seen, weight * lower_half(hessian), 0.0)
 
         score, hessian = jax.lax.map(one, (sent.points, sent.weights), batch_size=batch)
         return ThetaMessage(score, jnp.sum(hessian, axis=0))

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from numpyro_fed.normal.matrices import diagonal
 from numpyro_fed.normal.newton import derivatives, find_mode, floored_inverse_root
 from numpyro_fed.solvers.hmc import NUTS
 from numpyro_fed.solvers.newton import NEWTON_STEPS
@@ -67,4 +68,4 @@ def _coordinates(start: Array, log_density: Callable) -> tuple[Array, Array]:
     """The mode, and R with R R' the inverse of minus the Hessian there."""
     mode = find_mode(lambda x, _: derivatives(log_density, x), start, limit=NEWTON_STEPS)
     precision = derivatives(log_density, mode.x)[2]
-    return mode.x, floored_inverse_root(precision, FLAT, jnp.max(jnp.abs(jnp.diagonal(precision))) + 1e-20)
+    return mode.x, floored_inverse_root(precision, FLAT, jnp.max(jnp.abs(diagonal(precision))) + 1e-20)

@@ -21,6 +21,7 @@ from numpyro.infer.hmc import hmc
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine, lapack, stein
 from numpyro_fed.normal.families import LOG_2PI, Family
+from numpyro_fed.normal.matrices import diagonal
 from numpyro_fed.precision import to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
@@ -155,7 +156,7 @@ class HMC(BaseSolver):
         # E[log tilted - log normal] over the draws, the log integral, too large by KL(tilted || normal); of locals this
         # normal has variances alone
         root = to_user_dtype(affine.root_of(cov))
-        log_mean = jnp.sum(jnp.log(jnp.diagonal(root)))
+        log_mean = jnp.sum(jnp.log(diagonal(root)))
         lengths = jnp.sum(lapack.solve_lower(root, (some[:, :d] - mean).T) ** 2, axis=0)
         if size:
             centre, variance = jnp.mean(draws[:, d:], axis=0), jnp.maximum(jnp.var(draws[:, d:], axis=0), FLOOR)

@@ -17,6 +17,7 @@ from numpyro_fed.checks import is_number
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.families import Family, Natural, quotient
+from numpyro_fed.normal.matrices import diagonal
 from numpyro_fed.normal.points import normal_points
 from numpyro_fed.precision import in_x64, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
@@ -114,7 +115,7 @@ def restricted(family: Family, precision: Array, slope: Array, mean: Array) -> N
     def run(precision: Array, slope: Array, mean: Array) -> Natural:
         if family.kind == "full":
             return Natural(precision, slope + precision @ mean)
-        kept = jnp.diagonal(precision)
+        kept = diagonal(precision)
         kept = jnp.mean(kept) if family.kind == "identity" else kept
         return Natural(kept, slope + kept * mean)
 

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_fed.normal import lapack, stein
+from numpyro_fed.normal.matrices import diagonal
 from numpyro_fed.precision import in_x64
 from numpyro_fed.solvers.weighted import Found, Seen, Weighted
 
@@ -69,7 +70,7 @@ def _within(centre: Array, slope: Array, precision: Array) -> tuple[Array, Array
     d = len(slope)
     mixed = jnp.stack([(1 - share) * precision + share * jnp.eye(d) for share in MIXED])
     roots = jax.vmap(lapack.cholesky)(mixed[:, ::-1, ::-1])  # P = U U' with U upper triangular, when turned back
-    fine = jnp.min(jnp.diagonal(roots, axis1=1, axis2=2), axis=1) ** 2 > 1 / MOST  # NaN compares as False
+    fine = jnp.min(diagonal(roots), axis=1) ** 2 > 1 / MOST  # NaN compares as False
     upper = roots[jnp.argmax(fine)][::-1, ::-1]
     root = lapack.solve_upper(upper, jnp.eye(d)).T
     along = root.T @ slope

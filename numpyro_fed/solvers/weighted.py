@@ -72,9 +72,12 @@ class Weighted(BaseSolver):
         eps = jnp.asarray(normal_points(d, self.points(d, full)), jnp.zeros(()).dtype)
         cavity = family.dense(tilted.cavity)
         nodes = factor.nodes(None)
+        q = family.known(tilted.q)
+        of_q = affine.coordinates(family, q)
         # a family that cannot keep the tilted's correlations leaves that to the silo
-        known = None if full else tree_where(tilted.warming_up, affine.coordinates(family, tilted.q), solver_state)
-        begin, frame = newton.begin(tilted, factor, frame, known)
+        begin, frame = newton.begin(
+            tilted, factor, frame, of_q if full else tree_where(tilted.warming_up, of_q, solver_state)
+        )
         least = 1 if full and tilted.q_is_close else 3  # where q is not what it should be, the proposal has to be found
         enough = jnp.where(tilted.warming_up, *self.enough)
 
@@ -88,7 +91,7 @@ class Weighted(BaseSolver):
             seen = self._seen(factor, frame, nodes, at, affine.pull_back(at, cavity), eps)
             found = self.moments(eps, seen)
             log_mean = logsumexp(seen.log_w) - np.log(len(eps))
-            value = affine.log_evidence(tilted.family, tilted.q, at, cavity, log_mean)
+            value = affine.log_evidence(family, q, at, cavity, log_mean)
             now = affine.compose(at, found.mean, found.root)  # a product of lower triangular roots is one
             return _Try(now, frame, found.ess / len(eps), found.fine, value, carry.tries + 1)
 
@@ -96,8 +99,8 @@ class Weighted(BaseSolver):
         last = jax.lax.while_loop(unfinished, attempt, _Try(begin, frame, zero, no, zero, jnp.zeros((), int)))
         natural = affine.to_family(family, last.at)
         # what failed is not where to begin next time
-        again = tree_where(last.fine, last.at, affine.coordinates(family, tilted.q))
-        return Projection(natural, last.value, last.ess, last.fine, last.frame, solver_state=() if full else again)
+        again = () if full else tree_where(last.fine, last.at, of_q)
+        return Projection(natural, last.value, last.ess, last.fine, last.frame, solver_state=again)
 
     def _seen(
         self, factor: Factor, frame: Any, nodes: Any, at: affine.Coordinates, quadratic: affine.Quadratic, eps: Array
