@@ -4,6 +4,7 @@ import jax
 import pytest
 
 import numpyro_fed as nf
+from numpyro_fed.data import stack
 
 # Tests that share nothing: any worker may take one. Those of other files stay together, and share compiled programs.
 FREE = (
@@ -30,6 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # The check at the end of a run compiles a program of its own; tests that are about it ask for it.
 assert nf.Method.run.__kwdefaults__ is not None
 nf.Method.run.__kwdefaults__["check"] = False
+
+# Silos of tests have few rows, which would all be of one size; what has several sizes is to be tested, too.
+LITTLE_ROWS, stack.LITTLE_ROWS = stack.LITTLE_ROWS, 0
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_mean_over_all_minibatches_is_the_whole_silo(x64, case):
     z = jnp.asarray(noise.normal(scale=0.3, size=split.dim))
     found = None
     if split.groups:
-        found = find_components(split, jax.random.key(5), data, z, split.theta)
+        found = find_components(split, data, z, split.theta)
     eps = {g.name: jnp.asarray(noise.normal(size=(num, g.num_rows(data.mask), g.size))) for g in split.groups}
     room, apart = minibatch.rows_apart(split, 2, data, found)
     assert all(apart.values())

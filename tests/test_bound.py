@@ -41,7 +41,7 @@ def case(x64):
 
 def components(split, data):
     z = 0.1 * jnp.arange(1.0, split.dim + 1)
-    return jax.jit(lambda data: find_components(split, jax.random.key(5), data, z, split.theta))(data)
+    return jax.jit(lambda data: find_components(split, data, z, split.theta))(data)
 
 
 def one_bound(split, data, guide, weighting):

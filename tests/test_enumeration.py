@@ -103,7 +103,7 @@ def test_rows_find_their_terms(name: str) -> None:
     """So that each row has importance weights of its own."""
     silos, split = split_of(name)
     data = padded(silos, split, silos.names[0])
-    found = run(lambda data: find_components(split, jax.random.key(0), data, 0.3 * jnp.ones(split.dim), {}), data)
+    found = run(lambda data: find_components(split, data, 0.3 * jnp.ones(split.dim), {}), data)
     assert bool(found.separable)
     assert how_rows_lie(split, data, found)[1]
 

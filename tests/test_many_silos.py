@@ -65,7 +65,7 @@ def test_other_names_need_no_other_program() -> None:
         stack = stack_of(names)
         server, states = engine.start(algorithm, KEY, stack)
         found[names[0]] = float(engine.rounds(algorithm, KEY, stack, server, states, 0, None, 3)[0])
-        sizes = vmap._start._cache_size(), vmap._rounds("most")._cache_size()
+        sizes = vmap._start()._cache_size(), vmap._rounds("most")._cache_size()
         assert found.setdefault("programs", sizes) == sizes
     assert found["leeds"] != found["ripon"], "names are what random numbers come from"
 

@@ -426,8 +426,18 @@ def test_padding_at_most_doubles_the_rows(seed: int) -> None:
     buckets = bucket_names(names, axes)
     assert sorted(name for bucket in buckets for name in bucket) == sorted(names)
     longest = lambda bucket: sum(max(axis.lengths[name] for name in bucket) for axis in axes)
-    assert sum(len(bucket) * longest(bucket) for bucket in buckets) <= 2 * sum(sum(a.lengths.values()) for a in axes)
+    rows, padded = sum(sum(a.lengths.values()) for a in axes), sum(len(bucket) * longest(bucket) for bucket in buckets)
+    assert padded <= 2 * rows
     assert len(buckets) <= 6
+
+
+def test_few_rows_are_not_worth_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the rows are allowed, as long as they are few: 4,800, 9,600 and 19,200 of them with one size."""
+    sizes = lambda times: {f"s{j}": times * (10 if j % 4 else 80) for j in range(60)}
+    number = lambda times: len(bucket_names(tuple(sizes(times)), (Axis("rows", (), (), sizes(times)),)))
+    assert [number(times) for times in (1, 2, 4)] == [2, 2, 2]  # as for the other tests
+    monkeypatch.setattr(stack_module, "LITTLE_ROWS", 2**14)
+    assert [number(times) for times in (1, 2, 4)] == [1, 1, 2]
 
 
 def test_buckets_of_many_silos_are_few() -> None:

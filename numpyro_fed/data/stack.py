@@ -21,6 +21,7 @@ from numpyro_fed.keys import identities
 
 Array = jax.Array
 PADDING = 2.0  # rows after padding, at most this many times the rows before
+MORE_PADDING, LITTLE_ROWS = 4.0, 2**14  # or so many times, where that is no more than so many rows in all silos
 
 
 def pad_and_stack(
@@ -99,8 +100,13 @@ def round_up(length: int) -> int:
     return 1 << (length - 1).bit_length() if length <= 8 else -(-length // 8) * 8
 
 
+def most_rows(rows: int) -> float:
+    """Rows after padding, at most. Where they are few, compiling for one more size takes longer than some padding."""
+    return max(PADDING * rows, min(MORE_PADDING * rows, LITTLE_ROWS))
+
+
 def bucket_names(names: tuple[str, ...], axes: tuple[Axis, ...]) -> list[list[str]]:
-    """Silos sorted by size and cut into the fewest runs whose rows, padded, are at most ``PADDING`` times the rows.
+    """Silos sorted by size and cut into the fewest runs whose rows, padded, are no more than :func:`most_rows`.
 
     >>> lengths = {"a": 100, "b": 30, "c": 20, "d": 90}
     >>> bucket_names(tuple(lengths), (Axis("rows", ("y",), ("rows",), lengths),))
@@ -114,27 +120,27 @@ def bucket_names(names: tuple[str, ...], axes: tuple[Axis, ...]) -> list[list[st
         return [list(names)]
     table = {name: [axis.lengths[name] for axis in ragged] for name in names}
     order = sorted(names, key=lambda name: (sum(table[name]), name))
-    classes = _classes(table)
-    runs = _cut(order, np.array([table[name] for name in order]), len(classes)) or classes
+    most = most_rows(sum(map(sum, table.values())))
+    classes = _classes(table, most)
+    runs = _cut(order, np.array([table[name] for name in order]), len(classes), most) or classes
     position = {name: i for i, name in enumerate(names)}
     return [sorted(run, key=position.__getitem__) for run in runs]
 
 
-def _classes(table: dict[str, list[int]]) -> list[list[str]]:
-    """Silos whose sizes lie within the same octaves on every axis, the octaves as wide as ``PADDING`` allows."""
-    rows = sum(map(sum, table.values()))
+def _classes(table: dict[str, list[int]], most: float) -> list[list[str]]:
+    """Silos whose sizes lie within the same octaves on every axis, the octaves as wide as padding allows."""
     for width in range(max(map(max, table.values())).bit_length(), 0, -1):
         found: dict[tuple[int, ...], list[str]] = {}
         for name, sizes in table.items():
             found.setdefault(tuple((size.bit_length() - 1) // width for size in sizes), []).append(name)
         longest = [np.max([table[name] for name in names], axis=0).sum() for names in found.values()]
-        if sum(len(names) * n for names, n in zip(found.values(), longest, strict=True)) <= PADDING * rows:
+        if sum(len(names) * n for names, n in zip(found.values(), longest, strict=True)) <= most:
             return list(found.values())
     raise AssertionError("unreachable: one octave is less than a factor of two")
 
 
-def _cut(order: list[str], sizes: np.ndarray, most: int) -> list[list[str]] | None:
-    """Cut the sorted silos, sizes (silos, axes), into the fewest runs within ``PADDING``; None if it takes ``most``."""
+def _cut(order: list[str], sizes: np.ndarray, runs: int, most: float) -> list[list[str]] | None:
+    """Cut the sorted silos, sizes (silos, axes), into the fewest runs of ``most`` rows; None if it takes ``runs``."""
     total = sizes.sum(axis=1)
     grid = np.flatnonzero(np.diff(total, prepend=0, append=total[-1] + 1))  # where a run may start or end
     if len(grid) > 200:
@@ -146,8 +152,8 @@ def _cut(order: list[str], sizes: np.ndarray, most: int) -> list[list[str]] | No
         cost[i, i + 1 :] = (grid[i + 1 :] - grid[i]) * rows
     best = cost[0]  # of reaching each point in the runs so far
     back: list[np.ndarray] = []
-    for _ in range(most - 1):
-        if best[-1] <= PADDING * sizes.sum():
+    for _ in range(runs - 1):
+        if best[-1] <= most:
             ends = [len(grid) - 1]
             for previous in reversed(back):
                 ends.append(int(previous[ends[-1]]))
@@ -265,14 +271,14 @@ def described(args: Mapping[str, Any], shared: str) -> bytes:
 
 
 def stack_of(silos: Any, some: Silos, spec: CallSpec, axes: tuple[Axis, ...]) -> Stack:
-    """All silos in as few buckets as keep padding below ``PADDING`` times the rows; ``some`` are a store's example."""
+    """All silos in as few buckets as :func:`most_rows` allows; ``some`` are a store's example."""
     groups = bucket_names(some.names, axes)
     lengths = [{axis.name: max(axis.lengths[name] for name in names) for axis in axes} for names in groups]
     rounded = [
         {axis.name: round_up(own[axis.name]) if axis.free else own[axis.name] for axis in axes} for own in lengths
     ]
     rows = sum(axis.lengths[name] for axis in axes for name in some.names)
-    if sum(len(names) * sum(own.values()) for names, own in zip(groups, rounded, strict=True)) <= PADDING * rows:
+    if sum(len(names) * sum(own.values()) for names, own in zip(groups, rounded, strict=True)) <= most_rows(rows):
         lengths = rounded
     buckets = tuple(Bucket(tuple(names), own) for names, own in zip(groups, lengths, strict=True))
     return Stack(silos.names, buckets, spec, axes, some, silos if silos.lazy else None)

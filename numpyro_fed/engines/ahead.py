@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from numpyro_fed.host import undisturbed
 from numpyro_fed.memo import ByIdentity
 
 KEPT = 128
@@ -36,7 +37,9 @@ def worthwhile() -> bool:
 def begin(key: Hashable, lower: Callable[[], Any]) -> None:
     """Compile what ``lower`` gives, unless the program is there already."""
     if key not in _begun:
-        _keep(key, _threads().submit(lower().compile))
+        with undisturbed():
+            lowered = lower()
+        _keep(key, _threads().submit(lowered.compile))
 
 
 def wait(key: Hashable) -> None:

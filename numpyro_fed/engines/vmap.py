@@ -16,9 +16,11 @@ from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import ahead
+from numpyro_fed.engines.foretold import look
 from numpyro_fed.engines.places import Places, places_of
+from numpyro_fed.host import undisturbed
 from numpyro_fed.keys import SERVER, START, keys_of, silo_keys, silo_words
-from numpyro_fed.precision import engine_in_x64, for_rounds, strong, zeros
+from numpyro_fed.precision import engine_in_x64, for_rounds, strong, unoptimised, zeros
 
 CHUNK = 512  # rounds between two looks of the host: progress, stopping, interruption
 
@@ -68,7 +70,8 @@ class Vmap:
     @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
         places, arrays, shared = self.held(stack)
-        return _start(algorithm, self.across, places, key, arrays, shared)
+        with undisturbed():
+            return _start()(algorithm, self.across, places, key, arrays, shared)
 
     @engine_in_x64
     def rounds(
@@ -86,7 +89,8 @@ class Vmap:
         server, silos = strong((server, silos))
         arguments = _arguments(self.held(stack), key, server, silos, first, cohorts, count)
         ahead.wait(ahead.program(algorithm, (effort, self.across), arguments))
-        server, silos, info = _rounds(effort, self.across)(algorithm, *arguments)
+        with undisturbed():
+            server, silos, info = _rounds(effort, self.across)(algorithm, *arguments)
         return server, silos, {name: np.asarray(rows)[:count] for name, rows in info.items()}
 
     @engine_in_x64
@@ -140,8 +144,7 @@ def _of_bucket(broadcast: Broadcast, places: Places, b: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[places.of_bucket[b]], broadcast.each)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _start(
+def _fresh(
     algorithm: FederatedAlgorithm, across: Any, places: Places, key: Any, arrays: tuple, shared: Any
 ) -> tuple[Any, tuple]:
     key = jax.random.fold_in(key, START)
@@ -157,35 +160,6 @@ def _start(
         keys = silo_keys(key, places.words[places.of_bucket[b]])
         states.append(batched(keys, broadcast.common, _of_bucket(broadcast, places, b), args, mask, shared))
     return server, tuple(states)
-
-
-def _info_shapes(
-    algorithm: FederatedAlgorithm,
-    key: Any,
-    num_silos: int,
-    arrays: tuple,
-    shared: Any,
-    server: Any,
-    silos: Any,
-    index: Any,
-) -> dict[str, Any]:
-    """Of a row of the history: from one silo, which is not vectorised for this."""
-
-    def like(leaf: Any, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
-
-    of_one = partial(jax.tree.map, lambda leaf: like(leaf, *leaf.shape[1:]))
-    sent = jax.eval_shape(algorithm.broadcast, key, server)
-    args, mask = of_one(arrays)
-    data = SiloData(args, mask, shared)
-    received = Broadcast(sent.common, of_one(sent.each))
-    message, _ = jax.eval_shape(algorithm.silo_step, key, received, of_one(silos), data)
-    stacked = jax.tree.map(lambda leaf: like(leaf, len(index), *leaf.shape), message)
-
-    def info(key: Any, server: Any, messages: Any) -> dict[str, Any]:
-        return algorithm.server_step(key, server, algorithm.aggregate(messages, Cohort(index, num_silos)))[1]
-
-    return jax.eval_shape(info, key, server, stacked)
 
 
 def _run_rounds(
@@ -277,19 +251,27 @@ def _run_rounds(
         message, silos = jax.lax.switch(places.bucket[cohort[0]], [branch(b) for b in range(num_buckets)], silos)
         return message, silos, cohort
 
+    index = np.arange(num_silos) if cohorts is None else cohorts[0]
+    looked = look(algorithm, key, num_silos, arrays[0], shared, server, silos[0], index)
     # the chunk's keys at once: drawing them inside the loop costs more, to compile and to run
-    round_keys = jax.vmap(lambda i: jax.random.fold_in(key, first + i))(jnp.arange(CHUNK + 1))
-    server_keys = jax.vmap(lambda key: jax.random.fold_in(key, SERVER))(round_keys)
+    if looked.silos_draw or looked.server_draws:
+        round_keys = jax.vmap(lambda i: jax.random.fold_in(key, first + i))(jnp.arange(CHUNK + 1))
+    if looked.server_draws:
+        server_keys = jax.vmap(lambda key: jax.random.fold_in(key, SERVER))(round_keys)
+    asked = num_silos if cohorts is None else cohorts.shape[1]
 
     at = lambda rows, i: jax.lax.dynamic_index_in_dim(rows, i, keepdims=False)  # without a look whether i is inside
 
     def words_at(i: Any) -> tuple:
         """Of the keys of who takes part in a round."""
+        if not looked.silos_draw:
+            return ()
         who = places.words if cohorts is None else places.words[at(cohorts, i)]
         return silo_words(at(round_keys, i), who)
 
     def one_round(i: Any, server: Any, silos: tuple, words: tuple) -> tuple[Any, tuple, dict]:
-        server_key, keys = at(server_keys, i), keys_of(words, key)
+        server_key = at(server_keys, i) if looked.server_draws else key
+        keys = keys_of(words, key) if looked.silos_draw else jnp.broadcast_to(key, (asked,))
         broadcast = algorithm.broadcast(server_key, server)
         if cohorts is None:
             messages, silos, index = everyone(keys, broadcast, silos)
@@ -299,9 +281,7 @@ def _run_rounds(
         server, info = algorithm.server_step(server_key, server, aggregate)
         return server, silos, info
 
-    index = np.arange(num_silos) if cohorts is None else cohorts[0]
-    shapes = _info_shapes(algorithm, server_keys[0], num_silos, arrays[0], shared, server, silos[0], index)
-    history = jax.tree.map(lambda leaf: zeros((CHUNK, *leaf.shape), leaf.dtype), shapes)
+    history = jax.tree.map(lambda leaf: zeros((CHUNK, *leaf.shape), leaf.dtype), looked.info)
 
     def body(i: Any, carry: tuple) -> tuple:
         server, silos, history, words = carry
@@ -311,6 +291,11 @@ def _run_rounds(
         return server, silos, history, words_at(i + 1)
 
     return jax.lax.fori_loop(0, count, body, (server, silos, history, words_at(0)))[:3]
+
+
+@cache
+def _start() -> Any:
+    return jax.jit(_fresh, static_argnums=(0, 1), compiler_options=unoptimised())
 
 
 def _rounds(effort: str, across: Any = TOGETHER) -> Any:

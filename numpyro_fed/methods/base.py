@@ -23,7 +23,7 @@ from numpyro_fed.engines.choose import check_engine, default_engine
 from numpyro_fed.engines.hearing import Gone
 from numpyro_fed.engines.stale import current
 from numpyro_fed.engines.vmap import Vmap
-from numpyro_fed.host import key_of
+from numpyro_fed.host import key_of, undisturbed
 from numpyro_fed.model.mixing import meant
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
@@ -162,7 +162,8 @@ class Method:
         again = partial(self._among, key, silos, schedule, dict(engine=engine, progress_bar=progress_bar, check=check))
         quorum = getattr(engine, "quorum", 1)
         try:
-            prepared = self.prepare(silos, engine)
+            with undisturbed():
+                prepared = self.prepare(silos, engine)
         except Gone as gone:
             return go_on(gone, None, silos.names, partial(again, num_rounds), quorum)
         if min_rows is not None:
@@ -179,8 +180,11 @@ class Method:
         runner.books.surveyed(prepared.sent, len(silos.names))
         start = resume.start(init_state, name, program, runner)
         first = runner.round
-        foresee(runner, next(phase for phase in program.phases if phase.role == "rounds"))
-        runner.later = foreseen(runner, program.posterior, prepared.survey) if check else []
+        foresee(runner, next(phase for phase in program.phases if phase.role == "rounds"))  # compiles the longest
+        if start[0].warm is None and start[0].server is None:
+            for phase in [phase for phase in program.phases if phase.role == "start" and phase.made is None][:1]:
+                foresee(runner, phase, scheduled=False)
+        runner.later = foreseen(runner, program, prepared.survey) if check else []
         fit = partial(finished, runner, program.posterior, prepared, silos, self.again(engine), began)
         try:
             if elsewhere is not None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.data.padding import SiloData
+from numpyro_fed.keys import by_place
 from numpyro_fed.model.layout import Group
 from numpyro_fed.model.split_model import SplitModel
 
@@ -32,15 +33,11 @@ def num_components(split: SplitModel, mask: dict[str, Array]) -> int:
     return sum(group.num_rows(mask) for group in split.groups)
 
 
-def find_components(split: SplitModel, key: Array, data: SiloData, z: Array, theta: dict[str, Array]) -> Components:
-    """The components of one silo, from forward-mode derivatives at a random point. Pure, can be vmapped over silos."""
+def find_components(split: SplitModel, data: SiloData, z: Array, theta: dict[str, Array]) -> Components:
+    """The components of one silo, from forward-mode derivatives at a fixed point. Pure, can be vmapped over silos."""
     starts = dict(zip((g.name for g in split.groups), _offsets(split.groups, data.mask), strict=True))
     num = num_components(split, data.mask)
-    keys = jax.random.split(key, 2 + len(split.groups))
-    point = {
-        g.name: 0.3 * jax.random.normal(jax.random.fold_in(keys[0], i), (g.num_rows(data.mask), g.size))
-        for i, g in enumerate(split.groups)
-    }
+    point = {g.name: 1.2 * (by_place((g.num_rows(data.mask), g.size), 2 * i) - 0.5) for i, g in enumerate(split.groups)}
 
     def terms(z_local: dict) -> dict:
         return split.evaluate(z, z_local, theta, data).terms
@@ -49,8 +46,8 @@ def find_components(split: SplitModel, key: Array, data: SiloData, z: Array, the
     separable = jnp.ones((), bool)
     for i, group in enumerate(split.groups):
         rows = group.num_rows(data.mask)
-        weights = jax.random.uniform(keys[2 + i], (group.size,), minval=0.5, maxval=1.5)
-        second = jax.random.uniform(jax.random.fold_in(keys[1], i), (rows,), minval=1.0, maxval=2.0)
+        weights = jnp.asarray(np.random.default_rng(i).uniform(0.5, 1.5, group.size), point[group.name].dtype)
+        second = 1 + by_place((rows,), 2 * i + 1)
 
         def move(label: Array, group: Group = group, weights: Array = weights) -> dict:
             tangent = {g.name: jnp.zeros_like(point[g.name]) for g in split.groups}
@@ -135,8 +132,8 @@ def add_indexed(found: Components, terms: dict[str, Array], by_row: dict[str, Ar
 
 def components_of(split: SplitModel, data: SiloData) -> Components:
     """The components of one silo, found at a fixed point."""
-    key = jax.random.key(0)
-    return find_components(split, key, data, 0.1 * jax.random.normal(key, (split.dim,)), split.theta)
+    z = np.asarray(0.1 * np.random.default_rng(0).normal(size=split.dim), jnp.zeros(()).dtype)
+    return find_components(split, data, jnp.asarray(z), split.theta)
 
 
 def how_rows_lie(split: SplitModel, data: SiloData, found: Components) -> tuple[Array, Array, Array]:

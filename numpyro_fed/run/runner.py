@@ -19,7 +19,7 @@ from numpyro_fed.engines import ahead, wire
 from numpyro_fed.engines.base import Engine, Sent, one_state, sent
 from numpyro_fed.engines.hearing import Gone, inner, within
 from numpyro_fed.engines.stale import current, held, stale
-from numpyro_fed.host import folded
+from numpyro_fed.host import folded, undisturbed
 from numpyro_fed.keys import SERVER, digest
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.precision import LITTLE
@@ -68,7 +68,7 @@ class Runner:
         self.checkpoint = Unsaved()
         self.round = 0
         self.heard: Any = None  # a Hearing: how silos were heard in rounds before
-        self.later: list[Callable[[], None]] = []  # programs that will be needed after the rounds
+        self.later: list[Callable[[], None]] = []  # begin to compile programs that will be needed
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -153,8 +153,6 @@ class Runner:
         server, states = self._begin(phase, self.key, left, states, local)
         if phase.suited is not None:
             phase = phase.variant(phase.suited(server))
-        while self.later and ahead.busy():  # the compiler has time for more
-            self.later.pop(0)()
         finish = phase.finish
         if late:
             key = folded(folded(self.key, self.round), SERVER)
@@ -205,6 +203,8 @@ class Runner:
         self, phase: Phase, key: Any, server: PyTree, states: tuple, first: int, cohorts_of: Callable[[int, int], Any]
     ) -> "Ended":
         """Rounds of a phase, chunk by chunk: between two chunks the host looks."""
+        while self.later and ahead.busy():  # what comes next is traced beside the compiler's work
+            self.later.pop(0)()
         sent, look, effort = self._sent(phase, server, states), phase.look or phase.num_rounds, self.effort(phase)
         engine = self._engine(phase)
         at = self.checkpoint.entered(phase, server, states, self.books) or Loop(server, states, {}, round=self.round)
@@ -337,10 +337,10 @@ class Runner:
 
     def _sent(self, phase: Phase, server: PyTree, states: tuple) -> Sent:
         """By one silo in one round, and to it, from shapes alone."""
-        data, server = self.stack.shapes(0), inner(server)
-        engine, holds = self._engine(phase), self.engine.holds_states
-        silo = one_state(engine, phase.algorithm, server, states, data) if holds else None
-        return sent(phase.algorithm, server, silo, data)
+        data, server, holds = self.stack.shapes(0), inner(server), self.engine.holds_states
+        silo = one_state(self._engine(phase), phase.algorithm, server, states, data) if holds else None
+        with undisturbed():
+            return sent(phase.algorithm, server, silo, data)
 
 
 def _together(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
