@@ -161,6 +161,25 @@ def unforeseen(tree: Any, mask: dict[str, Array]) -> Any:
     return jax.tree.map(lambda leaf: leaf * one.astype(leaf.dtype), tree)
 
 
+def alongside(tree: Any, array: Array) -> Any:
+    """The same values, vectorised wherever ``array`` is: for what a loop begins with.
+
+    Where some of it is not, and will be after the first step, JAX vectorises the loop's body once more to find that
+    out, and with it the loops inside, each of them once more. The compiler sees that nothing is done here.
+
+    >>> alongside(1.0, jnp.zeros(3)).tolist()
+    1.0
+    """
+    same = jnp.ravel(array)[0] == jnp.ravel(array)[0]
+
+    def run(leaf: Any) -> Any:
+        with jax.enable_x64(True):
+            leaf = jnp.asarray(leaf)
+            return jax.lax.select(jnp.broadcast_to(same, leaf.shape), leaf, leaf)
+
+    return jax.tree.map(run, tree)
+
+
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
     """Natural parameters are float64 in any program."""
     with jax.enable_x64(True):

@@ -25,6 +25,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import LOG_2PI
 from numpyro_fed.normal.matrices import diagonal
 from numpyro_fed.normal.newton import Spectrum, positive_spectrum
+from numpyro_fed.precision import alongside
 
 Array = jax.Array
 FLAT = 1e-4  # the least curvature of a row, in units of its prior
@@ -183,7 +184,8 @@ def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data:
     nowhere = jax.tree.map(jnp.zeros_like, loc)
     unknown = {g: Spectrum(jnp.ones_like(v), jnp.zeros((*v.shape, v.shape[1]), v.dtype)) for g, v in loc.items()}
     at_rest = {g: jnp.zeros(v.shape[0], v.dtype) for g, v in loc.items()}
-    found = jax.lax.fori_loop(0, steps + 1, improve, _Rows(loc, nowhere, nowhere, unknown, at_rest))
+    first = alongside(_Rows(loc, nowhere, nowhere, unknown, at_rest), next(iter(data.mask.values()), z))
+    found = jax.lax.fori_loop(0, steps + 1, improve, first)
     loc, spectrum = found.loc, found.spectrum
     cross = jax.vmap(lambda e: jax.jvp(lambda z: jax.grad(density)(loc, z), (z,), (e,))[1])(jnp.eye(split.dim))
     coupling, root, curvature = {}, {}, {}

@@ -100,6 +100,7 @@ def site_rounds(
     """
     d, num = split.dim, survey.num_silos
     told = getattr(solver, "is_told_where", lambda d: False)(d)
+    restless = solver.noisy or tied  # moves may never end
 
     def init(key: Array) -> SitesServer:
         flat = family.flat(d)
@@ -237,9 +238,10 @@ def site_rounds(
         longest = jnp.clip(jnp.max(to_user_dtype(steps)), 1 / UNHEARD, 1.0)
         whole = distance / jnp.maximum(longest, LEAST_STEP)
         moving = put(server.moving, jnp.where(heard, jnp.minimum(whole, UNHEARD), UNHEARD))
-        at_rest = rest.after(server.rest, move, longest, asked / num, ~at_first)
-        far_off = jnp.max(moving)
-        far_off = jnp.where(server.averaged & (far_off < UNHEARD), rest.restless(at_rest), far_off)
+        at_rest, far_off = server.rest, jnp.max(moving)
+        if restless:
+            at_rest = rest.after(server.rest, move, longest, asked / num, ~at_first)
+            far_off = jnp.where(server.averaged & (far_off < UNHEARD), rest.restless(at_rest), far_off)
         info = {
             "loss": -jnp.clip(jnp.nan_to_num(normaliser + jnp.sum(values)), -UNHEARD, UNHEARD),
             "divergence": far.divergence,

@@ -22,7 +22,7 @@ from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.normal.points import normal_points
-from numpyro_fed.precision import to_user_dtype, tree_where
+from numpyro_fed.precision import alongside, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
@@ -96,7 +96,8 @@ class Weighted(BaseSolver):
             return _Try(now, frame, found.ess / len(eps), found.fine, value, carry.tries + 1)
 
         no, zero = jnp.zeros((), bool), jnp.zeros(())
-        last = jax.lax.while_loop(unfinished, attempt, _Try(begin, frame, zero, no, zero, jnp.zeros((), int)))
+        first = alongside(_Try(begin, frame, zero, no, zero, jnp.zeros((), int)), tilted.site.shift)
+        last = jax.lax.while_loop(unfinished, attempt, first)
         natural = affine.to_family(family, last.at)
         # what failed is not where to begin next time
         again = () if full else tree_where(last.fine, last.at, of_q)
