@@ -37,11 +37,12 @@ def undisturbed() -> Iterator[None]:
     False
     """
     global _undisturbed
-    with _lock:
-        ours = _undisturbed or gc.isenabled()  # who has turned it off for good finds it so
-        _undisturbed += bool(ours)
-        gc.disable()
+    ours = False
     try:
+        with _lock:
+            ours = bool(_undisturbed) or gc.isenabled()  # who has turned it off for good finds it so
+            _undisturbed += ours
+            gc.disable()
         yield
     finally:
         if ours:

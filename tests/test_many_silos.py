@@ -70,6 +70,28 @@ def test_other_names_need_no_other_program() -> None:
     assert found["leeds"] != found["ripon"], "names are what random numbers come from"
 
 
+def test_who_draws_is_known_of_every_bucket() -> None:
+    """Law: equals Loopback, also where the silos of one bucket alone draw; their keys are their own in every round."""
+
+    def silo_step(key, broadcast, silo, data):
+        return (normal(key, ()) if data.args[0].shape[0] > 2 else jnp.zeros(())), silo
+
+    nobody = FederatedAlgorithm(
+        init=lambda key: jnp.zeros(4),
+        init_silo=lambda key, broadcast, data: jnp.zeros((), jnp.int32),
+        broadcast=lambda key, server: Broadcast(()),
+        silo_step=silo_step,
+        aggregate=lambda messages, cohort: messages,
+        server_step=lambda key, server, messages: (messages, {"sent": messages}),
+    )
+    stack, found = stack_of(["a", "b", "c", "d"]), []
+    for engine in (nf.engines.Vmap(), nf.engines.Loopback()):
+        server, states = engine.start(nobody, KEY, stack)
+        found.append(engine.rounds(nobody, KEY, stack, server, states, 0, None, 2)[2]["sent"])
+    np.testing.assert_allclose(*found, rtol=1e-6)
+    assert np.all(found[0][:, :2] == 0) and len(np.unique(found[0][:, 2:])) == 4
+
+
 def test_who_is_where() -> None:
     """Law: a silo's place among all, and within its bucket, whatever the order of the buckets."""
     places = vmap.places_of(("a", "b", "c", "d", "e"), (("b", "d"), ("a", "c", "e")))

@@ -1,5 +1,6 @@
 """Two runs in two threads do not disturb each other."""
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed import memo
+from numpyro_fed.host import undisturbed
 
 
 def logistic(x, y):
@@ -94,3 +96,33 @@ def test_runs_in_threads_are_those_of_one_thread() -> None:
     for got, expected in zip(found, (first, second, first), strict=True):
         assert not isinstance(got, BaseException), got
         jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_the_search_for_cycles_waits_for_the_last_trace() -> None:
+    """Two threads trace, one longer than the other; who has turned the search off for good finds it so."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def longer() -> None:
+        with undisturbed():
+            inside.set()
+            go_on.wait(10)
+
+    thread = threading.Thread(target=longer)
+    assert gc.isenabled()
+    with undisturbed():
+        thread.start()
+        assert inside.wait(10) and not gc.isenabled()
+    assert not gc.isenabled()
+    go_on.set()
+    thread.join()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with undisturbed():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    with pytest.raises(KeyboardInterrupt), undisturbed():
+        raise KeyboardInterrupt
+    assert gc.isenabled()

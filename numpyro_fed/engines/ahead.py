@@ -57,6 +57,18 @@ def busy() -> bool:
         return any(found is not None and not found.done() for found in _begun.values())
 
 
+def beside(later: list[Callable[[], None]]) -> None:
+    """Begin with what will be needed later, for as long as something is being compiled.
+
+    What is wrong with one of these is said when it is needed, and not before.
+    """
+    while later and busy():
+        try:
+            later.pop(0)()
+        except Exception:
+            later.clear()
+
+
 def program(algorithm: Any, how: Hashable, arguments: Any) -> Hashable:
     """What tells programs of an engine apart."""
     leaves, structure = jax.tree.flatten(arguments)

@@ -10,10 +10,10 @@ from numpyro_fed.data.padding import SiloData
 
 
 class Looked(NamedTuple):
-    """What tracing one silo tells, which is not vectorised for this."""
+    """What tracing one silo of each bucket tells, none of which is vectorised for this."""
 
     info: dict[str, Any]  # shapes of a row of the history
-    silos_draw: bool  # random numbers; else nobody needs keys, which are hundreds of operations to compile
+    silos_draw: bool  # random numbers, in some bucket; else nobody needs keys, hundreds of operations to compile
     server_draws: bool
 
 
@@ -21,27 +21,29 @@ def look(
     algorithm: FederatedAlgorithm,
     key: Any,
     num_silos: int,
-    arrays: tuple,
+    buckets: tuple,
     shared: Any,
     server: Any,
-    silos: Any,
+    silos: tuple,
     index: Any,
 ) -> Looked:
-    """Of stacked silos, the first of a bucket; ``index`` are the places of a cohort."""
-
-    def like(leaf: Any, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
-
-    of_one = partial(jax.tree.map, lambda leaf: like(leaf, *leaf.shape[1:]))
+    """Of silos that are stacked in their buckets; ``index`` are the places of a cohort."""
+    of_one = partial(jax.tree.map, lambda leaf: _like(leaf, *leaf.shape[1:]))
     sent, telling = _traced(algorithm.broadcast, key, server)
-    args, mask = of_one(arrays)
-    data = SiloData(args, mask, shared)
     received = Broadcast(sent.common, of_one(sent.each))
-    (message, _), silos_draw = _traced(algorithm.silo_step, key, received, of_one(silos), data)
-    stacked = jax.tree.map(lambda leaf: like(leaf, len(index), *leaf.shape), message)
+    message, drawing = None, []
+    for own, arrays in zip(silos, buckets, strict=True):
+        args, mask = of_one(arrays)
+        (message, _), draws = _traced(algorithm.silo_step, key, received, of_one(own), SiloData(args, mask, shared))
+        drawing.append(draws)
+    stacked = jax.tree.map(lambda leaf: _like(leaf, len(index), *leaf.shape), message)
     aggregate = jax.eval_shape(lambda messages: algorithm.aggregate(messages, Cohort(index, num_silos)), stacked)
     (_, info), server_draws = _traced(algorithm.server_step, key, server, aggregate)
-    return Looked(info, silos_draw, server_draws or telling)
+    return Looked(info, any(drawing), server_draws or telling)
+
+
+def _like(leaf: Any, *shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
 
 
 def _traced(function: Any, *args: Any) -> tuple[Any, bool]:
@@ -49,8 +51,4 @@ def _traced(function: Any, *args: Any) -> tuple[Any, bool]:
     traced = (function if hasattr(function, "trace") else jax.jit(function)).trace(*args)
     inner = traced.jaxpr.jaxpr
     used = {id(var) for eqn in inner.eqns for var in eqn.invars} | {id(var) for var in inner.outvars}
-    shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False)),
-        traced.out_info,
-    )
-    return shapes, id(inner.invars[0]) in used
+    return jax.tree.map(lambda leaf: _like(leaf, *leaf.shape), traced.out_info), id(inner.invars[0]) in used

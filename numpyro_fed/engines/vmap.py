@@ -20,7 +20,7 @@ from numpyro_fed.engines.foretold import look
 from numpyro_fed.engines.places import Places, places_of
 from numpyro_fed.host import undisturbed
 from numpyro_fed.keys import SERVER, START, keys_of, silo_keys, silo_words
-from numpyro_fed.precision import engine_in_x64, for_rounds, strong, unoptimised, zeros
+from numpyro_fed.precision import LITTLE, engine_in_x64, for_rounds, strong, unoptimised, zeros
 
 CHUNK = 512  # rounds between two looks of the host: progress, stopping, interruption
 
@@ -71,7 +71,7 @@ class Vmap:
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
         places, arrays, shared = self.held(stack)
         with undisturbed():
-            return _start()(algorithm, self.across, places, key, arrays, shared)
+            return _start(stack.elements <= LITTLE)(algorithm, self.across, places, key, arrays, shared)
 
     @engine_in_x64
     def rounds(
@@ -252,7 +252,7 @@ def _run_rounds(
         return message, silos, cohort
 
     index = np.arange(num_silos) if cohorts is None else cohorts[0]
-    looked = look(algorithm, key, num_silos, arrays[0], shared, server, silos[0], index)
+    looked = look(algorithm, key, num_silos, arrays, shared, server, silos, index)
     # the chunk's keys at once: drawing them inside the loop costs more, to compile and to run
     if looked.silos_draw or looked.server_draws:
         round_keys = jax.vmap(lambda i: jax.random.fold_in(key, first + i))(jnp.arange(CHUNK + 1))
@@ -294,8 +294,8 @@ def _run_rounds(
 
 
 @cache
-def _start() -> Any:
-    return jax.jit(_fresh, static_argnums=(0, 1), compiler_options=unoptimised())
+def _start(little: bool = True) -> Any:
+    return jax.jit(_fresh, static_argnums=(0, 1), compiler_options=unoptimised() if little else None)
 
 
 def _rounds(effort: str, across: Any = TOGETHER) -> Any:

@@ -199,7 +199,7 @@ def combined(
     if weighting.rows == "aligned":
         (group,) = split.groups
         return add_aligned(split, terms, data.mask).at[:-1].add(-log_q[group.name])
-    if weighting.rows == "single":  # what does not depend on the row may count with it
+    if weighting.rows == "single":
         total = sum((jnp.sum(term) for term in terms.values()), jnp.zeros(()))
         return total - log_q[split.groups[0].name]
     if weighting.rows == "indexed":

@@ -180,9 +180,12 @@ def fit_local_laplace(split: SplitModel, z: Array, theta: dict, loc: dict, data:
         step = {g: _damped(spectrum[g], damping[g]).solve(slope[g]) for g in trial}
         return _Rows(keep(trial, now.loc), step, slope, spectrum, damping)
 
-    # the first look is at ``loc`` itself, a step of nothing
+    # the first look is at ``loc`` itself, a step of nothing; a row of which nothing finite is ever known is NaN
     nowhere = jax.tree.map(jnp.zeros_like, loc)
-    unknown = {g: Spectrum(jnp.ones_like(v), jnp.zeros((*v.shape, v.shape[1]), v.dtype)) for g, v in loc.items()}
+    unknown = {
+        g: Spectrum(jnp.full_like(v, jnp.nan), jnp.full((*v.shape, v.shape[1]), jnp.nan, v.dtype))
+        for g, v in loc.items()
+    }
     at_rest = {g: jnp.zeros(v.shape[0], v.dtype) for g, v in loc.items()}
     first = alongside(_Rows(loc, nowhere, nowhere, unknown, at_rest), next(iter(data.mask.values()), z))
     found = jax.lax.fori_loop(0, steps + 1, improve, first)

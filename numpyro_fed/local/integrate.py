@@ -27,6 +27,7 @@ from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.redraw import redraw, replaced
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.observations import num_observations, silo_terms
+from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.rows import Components
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
@@ -88,9 +89,19 @@ def choose(
 
 
 def rows_of(split: SplitModel, survey: Survey) -> str:
-    """How terms find their rows; of locals that a silo has once all do, and nothing is looked up."""
-    once = len(split.groups) == 1 and not split.groups[0].axes
-    return "single" if once and survey.rows == "indexed" else survey.rows
+    """How terms find their rows; where all read locals that a silo has once, nothing is looked up."""
+    once = len(split.groups) == 1 and not split.groups[0].axes and survey.rows == "indexed"
+    return "single" if once and remembered(lambda: _all_read(split), "all read", ByIdentity(split)) else survey.rows
+
+
+def _all_read(split: SplitModel) -> bool:
+    """Whether every term of a silo depends on its locals.
+
+    A sum of millions of others would take digits from what differs between nodes, were it added to each.
+    """
+    data, z = split.dummy(), jnp.zeros(split.dim)
+    found = provenance(lambda **own: split.evaluate(z, own, split.theta, data).terms, split.zeros_local(data.mask))
+    return all(found.values())
 
 
 def _row_size(split: SplitModel) -> int:
@@ -107,7 +118,7 @@ class Nodes(NamedTuple):
 class Factor(NamedTuple):
     """A factor as a solver sees it; ``frame`` is () where there are no locals."""
 
-    refit: Callable  # (z, frame, steps) -> frame, centred at z
+    refit: Callable  # (z, frame, steps) -> frame, centred at z; has no reverse-mode derivative
     log_f: Callable  # (z, frame, nodes) -> its logarithm at z
     nodes: Callable  # (key or None) -> nodes; with a key, fresh draws where there are draws
     joint: Callable  # (z, frame, eps) -> log p(y, z_L | z) |dz_L / deps| at z_L = frame(z, eps)
@@ -145,15 +156,17 @@ def silo_factor(
     components: Components | None,
     theta: dict | None = None,
     batching: Batching | None = None,
+    kept: bool = True,
 ) -> Factor:
-    """The factor of one silo."""
+    """The factor of one silo; what is traced of it is ``kept`` for whoever asks again."""
     theta = split.theta if theta is None else theta
+    once = split.once if kept else lambda function, *options: partial(function, split, *options)
     none = marginal.kind == "none"
     shapes: dict[str, tuple[int, ...]] = {g.name: (g.num_rows(data.mask), g.size) for g in split.groups}
     dtype = jnp.zeros(()).dtype
 
     def refit(z: Array, frame: LocalLaplace, steps: Any) -> Any:
-        return () if none else _once(fit_local_laplace, split)(z, theta, frame.loc, data, jnp.asarray(steps, jnp.int32))
+        return () if none else once(fit_local_laplace)(z, theta, frame.loc, data, jnp.asarray(steps, jnp.int32))
 
     def nodes(key: Array | None) -> Any:
         if none:
@@ -181,12 +194,12 @@ def silo_factor(
         return jnp.sum(by_rows(z, frame, nodes))
 
     def by_rows(z: Array, frame: LocalLaplace, nodes: Nodes) -> Array:
-        return logsumexp(_once(_log_terms, split, marginal)(z, frame, nodes, theta, data, components), axis=0)
+        return logsumexp(once(_log_terms, marginal)(z, frame, nodes, theta, data, components), axis=0)
 
     def derivatives_at(z: Array, frame: LocalLaplace, nodes: Nodes) -> tuple[Array, Array, Array]:
         if marginal.kind == "joint":
             return derivatives(lambda z: log_f(z, frame, nodes), z)
-        return _once(_derivatives, split, marginal)(z, frame, nodes, theta, data, components)
+        return once(_derivatives, marginal)(z, frame, nodes, theta, data, components)
 
     def joint(z: Array, frame: LocalLaplace, eps: dict) -> Array:
         log_det = frame.log_det()
@@ -198,7 +211,7 @@ def silo_factor(
     def moments(z: Array, frame: LocalLaplace, nodes: Nodes) -> Any:
         if none:
             return ()
-        log_terms = _once(_log_terms, split, marginal)(z, frame, nodes, theta, data, components)
+        log_terms = once(_log_terms, marginal)(z, frame, nodes, theta, data, components)
         weight = jax.nn.softmax(log_terms, axis=0)
         mean, cov = {}, {}
         for g, eps in nodes.eps.items():
@@ -211,7 +224,7 @@ def silo_factor(
         values: dict[str, Any] = dict.fromkeys(site.name for site in silo_terms(split, "factor"))
         values |= redraw(split, z, theta, data, key)
         model = handlers.condition(split.model, condition_fn=partial(replaced, values))
-        other = silo_factor(split._replace(model=model), marginal, data, components, theta)
+        other = silo_factor(split._replace(model=model), marginal, data, components, theta, kept=False)
         own = other.refit(z, frame, REDRAWN_STEPS)
         return jax.grad(lambda z: other.log_f(z, own, other.nodes(None)))(z)
 
@@ -228,12 +241,6 @@ def silo_factor(
         *(refit, log_f, nodes, joint, derivatives_at, moments, shapes, batch, marginal.kind == "joint", redrawn, count),
         *(part, by_rows if known else None),
     )
-
-
-def _once(function: Callable, split: SplitModel, *options: Any) -> Callable:
-    """``function(split, *options, ...)``, traced once per shapes, whichever phases of a run ask for it."""
-    make = lambda: jax.jit(partial(function, split, *options), inline=True)
-    return remembered(make, function, ByIdentity(split), *options)
 
 
 def _log_terms(

@@ -7,6 +7,7 @@ A method is a frozen dataclass of settings that compiles to a program of phases 
 
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -162,7 +163,7 @@ class Method:
         again = partial(self._among, key, silos, schedule, dict(engine=engine, progress_bar=progress_bar, check=check))
         quorum = getattr(engine, "quorum", 1)
         try:
-            with undisturbed():
+            with undisturbed() if elsewhere is None and not silos.lazy else nullcontext():  # or it may be waiting
                 prepared = self.prepare(silos, engine)
         except Gone as gone:
             return go_on(gone, None, silos.names, partial(again, num_rounds), quorum)

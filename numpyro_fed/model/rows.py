@@ -17,6 +17,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.keys import by_place
 from numpyro_fed.model.layout import Group
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.precision import unforeseen
 
 Array = jax.Array
 
@@ -133,7 +134,7 @@ def add_indexed(found: Components, terms: dict[str, Array], by_row: dict[str, Ar
 def components_of(split: SplitModel, data: SiloData) -> Components:
     """The components of one silo, found at a fixed point."""
     z = np.asarray(0.1 * np.random.default_rng(0).normal(size=split.dim), jnp.zeros(()).dtype)
-    return find_components(split, data, jnp.asarray(z), split.theta)
+    return find_components(split, data, *unforeseen((jnp.asarray(z), split.theta), data.mask))
 
 
 def how_rows_lie(split: SplitModel, data: SiloData, found: Components) -> tuple[Array, Array, Array]:

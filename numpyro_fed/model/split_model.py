@@ -185,7 +185,7 @@ class SplitModel(NamedTuple):
 
     def log_prior(self, z: Array, theta: dict[str, Array]) -> Array:
         """The server's term: log p(z_G | theta), with what observations depend on no silo."""
-        return self._once(SplitModel._log_prior)(z, theta)
+        return self.once(SplitModel._log_prior)(z, theta)
 
     def _log_prior(self, z: Array, theta: dict[str, Array]) -> Array:
         log_probs, _ = self._log_probs(self.unravel(z), theta, self.dummy())
@@ -217,9 +217,9 @@ class SplitModel(NamedTuple):
         Those that depend on discrete sites are tables over these sites' values, which are their leading axes. An
         element of a discrete site that the model's mask leaves out weighs 1/K, or 1 if ``plain``.
         """
-        return self._once(SplitModel._densities, plain)(z, z_local, theta, data)
+        return self.once(SplitModel._densities, plain)(z, z_local, theta, data)
 
-    def _once(self, function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+    def once(self, function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
         """``function(self, *options, ...)``, for which the model is traced once per shapes, whoever asks."""
         make = lambda: jax.jit(partial(function, self, *options), inline=True)
         return remembered(make, function, ByIdentity(self), *options)

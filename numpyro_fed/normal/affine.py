@@ -44,7 +44,7 @@ class Quadratic(NamedTuple):
 
 def coordinates(family: Family, q: Natural | Known, dense: bool = True) -> Coordinates:
     """Those of q; where q is improper the model's own. With a matrix, unless ``dense`` is False."""
-    known = q if isinstance(q, Known) else family.known(q)
+    known = _known(family, q)
     proper = known.proper
 
     @in_x64
@@ -55,6 +55,10 @@ def coordinates(family: Family, q: Natural | Known, dense: bool = True) -> Coord
         return Coordinates(jnp.where(proper, mean, 0.0), jnp.where(proper, full, jnp.eye(mean.shape[0])))
 
     return run(known.mean, known.root)
+
+
+def _known(family: Family, q: Natural | Known) -> Known:
+    return q if isinstance(q, Known) else family.known(q)
 
 
 def pull_back(at: Coordinates, factor: Natural) -> Quadratic:
@@ -75,7 +79,7 @@ def log_evidence(family: Family, q: Natural | Known, at: Coordinates, cavity: Na
 
     The logarithm of a model's evidence is the posterior's log normaliser and these, summed over the factors.
     """
-    known = q if isinstance(q, Known) else family.known(q)
+    known = _known(family, q)
     proper, normaliser = known.proper, known.log_normaliser
 
     @in_x64

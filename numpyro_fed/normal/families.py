@@ -37,7 +37,7 @@ class Natural(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A factor with its moments, which many things are made of: they are found once. NaN where it is not proper."""
+    """A factor with its moments, which many things are made of: they are found once. Of no use where not proper."""
 
     factor: Natural
     mean: Float[Array, " d"]

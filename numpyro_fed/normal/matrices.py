@@ -1,7 +1,7 @@
 """Parts of small matrices in few operations: what compiles such programs looks at each operation, however small.
 
-``jnp.diagonal`` and a pair of index arrays are thirty and twenty operations of the compiler, a slice and a gather two
-and five; rounds of EP have dozens of them.
+``jnp.diagonal`` and a pair of index arrays are thirty and twenty operations of StableHLO, a slice and a gather two and
+five; rounds of EP have dozens of them.
 """
 
 from functools import lru_cache

@@ -130,14 +130,14 @@ def newton_start(split: SplitModel, marginal: Marginal, num_apart: int = 0) -> F
             return silo_factor(split, marginal, data, silo.components, theta)
 
         z, theta = parts(x)
-        frame = factor_at(theta).refit(z, before, LOCAL_STEPS)
+        factor = factor_at(theta)
+        frame = factor.refit(z, before, LOCAL_STEPS)
 
         def log_f(x: Array) -> Array:
             z, theta = parts(x)
             factor = factor_at(theta)
             return factor.log_f(z, frame, factor.nodes(None))
 
-        factor = factor_at(theta)
         found = derivatives(log_f, x) if theta else factor.derivatives(z, frame, factor.nodes(None))
         value, gradient, precision = found
         return ModeMessage(value, gradient, lower_half(precision)), _silo(before, frame, silo.components)

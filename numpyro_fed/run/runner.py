@@ -203,8 +203,6 @@ class Runner:
         self, phase: Phase, key: Any, server: PyTree, states: tuple, first: int, cohorts_of: Callable[[int, int], Any]
     ) -> "Ended":
         """Rounds of a phase, chunk by chunk: between two chunks the host looks."""
-        while self.later and ahead.busy():  # what comes next is traced beside the compiler's work
-            self.later.pop(0)()
         sent, look, effort = self._sent(phase, server, states), phase.look or phase.num_rounds, self.effort(phase)
         engine = self._engine(phase)
         at = self.checkpoint.entered(phase, server, states, self.books) or Loop(server, states, {}, round=self.round)
@@ -216,6 +214,7 @@ class Runner:
         hidden, kept = not self.bar or phase.role == "check", phase.role == "rounds"
         with tqdm(total=total, initial=at.done, desc=title, disable=hidden, leave=kept, unit="round") as bar:
             try:
+                ahead.beside(self.later)
                 while not at.finished:
                     end = at.since + min(engine.chunk, look - at.since % look, total - at.since)
                     count = self.checkpoint.until(at.done, end) - at.done
