@@ -305,9 +305,9 @@ LOOKED_UP = {
     "long format": {"county"},
     "county covariates": {"county"},
     "nested plates": {"district"},
-    "crossed own plates": {"teacher", "pupil", "pupil and teacher"},
-    "crossed own plates of equal sizes": {"teacher", "pupil", "pupil and teacher"},
-    "pairs": {"receiver and sender"},
+    "crossed own plates": {"teacher", "pupil"},
+    "crossed own plates of equal sizes": {"teacher", "pupil"},
+    "pairs": {"receiver", "sender"},
     "hospital plate": {"hospital"},
     "classes of counties": {"county"},
 }
@@ -340,6 +340,48 @@ def clipped(region, y):
 
 def test_who_says_what_becomes_of_an_index_is_left_alone() -> None:
     assert answers(clipped, nf.Silos([dict(region=i(0, 7), y=y(2))])).in_range == {}
+
+
+def classes(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([2, 3]).to_event(2))
+    log_p = jax.nn.log_softmax(x @ w)
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.factor("chosen", log_p[jnp.arange(y.shape[0]), y])
+
+
+def cells(y, at, num_items):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    items, rows = numpyro.plate("items", num_items, dim=-2), numpyro.plate("rows", y.shape[0], dim=-1)
+    with items, rows:
+        cell = numpyro.sample("cell", dist.Normal(mu, 1))
+    with rows:
+        numpyro.sample("y", dist.Normal(cell[at, jnp.arange(y.shape[0])], 1), obs=y)
+
+
+@pytest.mark.parametrize("last", [2, 3])
+def test_a_column_that_is_chosen_for_every_row(last: int) -> None:
+    """``log_p[jnp.arange(n), y]``: places of rows are nobody's numbers, and go on into the padding."""
+    draws = np.random.default_rng(0)
+    rows = lambda n: dict(x=draws.normal(size=(n, 2)).astype("f"), y=np.array([0, last] + [1] * (n - 2), np.int32))
+    silos = nf.Silos({"leeds": rows(3), "york": rows(5)})
+    if last == 2:
+        assert nf.EP(classes).prepare(silos).split.dim == 6
+        return
+    with pytest.raises(PartitionError, match=r"silo 'leeds': by y the model looks up row 3 of an array of 3 rows"):
+        nf.EP(classes).prepare(silos)
+
+
+@pytest.mark.parametrize("num_items", [3, 4, 6])
+def test_a_table_whose_sides_are_as_long_as_one_another(num_items: int) -> None:
+    """Silos of two and three rows are padded to four: four items are no padded rows."""
+    own = lambda n, *at: dict(y=np.ones(n, "f"), at=np.array(at, np.int32))
+    method = nf.EP(cells, local=["items"])
+    silos = lambda last: nf.Silos({"leeds": own(2, 0, last), "york": own(3, 1, 1, 1)}, shared=dict(num_items=num_items))
+    assert method.prepare(silos(num_items - 1)).stack.buckets[0].lengths == {"rows": 4}
+    with pytest.raises(
+        PartitionError, match=rf"by at the model looks up row {num_items} of an array of {num_items} rows"
+    ):
+        method.prepare(silos(num_items))
 
 
 def test_predictions_refuse_indices_beyond_their_array() -> None:

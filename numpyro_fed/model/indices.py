@@ -22,11 +22,33 @@ Array = jax.Array
 def silo_lookups(split: SplitModel, data: SiloData) -> list[tuple[str, Lookup, Any]]:
     """What a silo's call of the model looks up by its arguments: the argument, the lookup, and how many rows are real.
 
-    An array that lies along an own axis is padded; its real rows are that axis'.
+    An array that lies along an own axis is padded; its real rows are that axis'. Whether it does shows when the axis is
+    twice as long: of a table of three items by three rows, padded, both lengths are the same.
     """
+    lookups_here = _lookups(split, data)
+    axes = {f"arg:{leaf.path}": {leaf.axis} for leaf in split.spec.own if leaf.axis is not None}
+    axes |= {f"site:{site.name}": {axis for axis, _ in site.value_axes} for site in split.partition.sites}
+    sizes: dict[str, list[int]] = {}  # of all lookups, one axis twice as long
+    out = []
+    for i, found in enumerate(lookups_here):
+        rows = []
+        for axis in sorted({axis for source in found.into for axis in axes.get(source, ())}):
+            if data.mask[axis].shape[-1] != found.size:
+                continue
+            if axis not in sizes:
+                sizes[axis] = [one.size for one in _lookups(split, _doubled(split, data, axis))]
+            if len(sizes[axis]) != len(lookups_here) or sizes[axis][i] != found.size:
+                rows.append(jnp.sum(data.mask[axis]))
+        argument = " and ".join(sorted(name.partition(":")[2] for name in found.by))
+        out.append((argument, found, jnp.max(jnp.stack(rows)) if rows else found.size))
+    return out
+
+
+def _lookups(split: SplitModel, data: SiloData) -> list[Lookup]:
+    """All of them; of data that are shapes alone, without places."""
     own = [leaf for leaf in split.spec.own if leaf.dtype is not None]
     shared = [leaf for leaf in split.spec.shared if leaf.dtype is not None]
-    inputs = {f"arg:{leaf.path}": array for leaf, array in zip(own, data.args, strict=True)}
+    inputs: dict[str, Any] = {f"arg:{leaf.path}": array for leaf, array in zip(own, data.args, strict=True)}
     inputs |= {f"shared:{leaf.path}": array for leaf, array in zip(shared, data.shared, strict=True)}
     latents = split.unravel(jnp.zeros(split.dim)) | split.unpack(split.zeros_local(data.mask), data.mask)
     inputs |= {f"site:{name}": value for name, value in latents.items()}
@@ -37,15 +59,15 @@ def silo_lookups(split: SplitModel, data: SiloData) -> list[tuple[str, Lookup, A
         values = {name: inputs[f"site:{name}"] for name in latents}
         return split._log_probs(values, split.theta, SiloData(args, data.mask, common))[0]
 
-    axes = {f"arg:{leaf.path}": {leaf.axis} for leaf in own if leaf.axis is not None}
-    axes |= {f"site:{site.name}": {axis for axis, _ in site.value_axes} for site in split.partition.sites}
-    out = []
-    for found in lookups(run, inputs, frozenset(f"site:{name}" for name in latents)):
-        along = {axis for source in found.into for axis in axes.get(source, ())}
-        rows = [jnp.sum(data.mask[axis]) for axis in sorted(along) if data.mask[axis].shape[-1] == found.size]
-        argument = " and ".join(sorted(name.partition(":")[2] for name in found.by))
-        out.append((argument, found, jnp.max(jnp.stack(rows)) if rows else found.size))
-    return out
+    return lookups(run, inputs, frozenset(f"site:{name}" for name in latents))
+
+
+def _doubled(split: SplitModel, data: SiloData, axis: str) -> SiloData:
+    """What data with twice as many rows would look like."""
+    own = [leaf for leaf in split.spec.own if leaf.dtype is not None]
+    size = lambda leaf, array: (array.shape[0] * (1 + (leaf.axis == axis)), *array.shape[1:]) if array.ndim else ()
+    args = (jax.ShapeDtypeStruct(size(leaf, array), array.dtype) for leaf, array in zip(own, data.args, strict=True))
+    return SiloData(tuple(args), data.mask | {axis: jnp.ones(2 * data.mask[axis].shape[-1], bool)}, data.shared)
 
 
 def in_range(split: SplitModel, data: SiloData) -> dict[str, Array]:

@@ -35,6 +35,7 @@ class _Flow(NamedTuple):
     value: Callable[[], Any]
     numbers: Names  # what a lookup returns has the array's numbers, not the index's
     sources: Names
+    columns: tuple[Names, ...] = ()  # of an index into several axes, the numbers of each
 
 
 def lookups(function: Callable[..., Any], inputs: dict[str, Any], latents: Names = NONE) -> list[Lookup]:
@@ -89,7 +90,9 @@ def _computed(equation: Any, args: list[_Flow], found: list[Lookup]) -> list[_Fl
     if name == "gather" and params["mode"] == GatherScatterMode.PROMISE_IN_BOUNDS and args[1].numbers:
         shape, widths = equation.invars[0].aval.shape, params["slice_sizes"]
         for k, dim in enumerate(params["dimension_numbers"].start_index_map):
-            found.append(Lookup(args[1].numbers, args[0].sources, shape[dim], widths[dim], _column(args[1].value, k)))
+            by = args[1].columns[k] if args[1].columns else args[1].numbers
+            if by:  # in table[county, jnp.arange(n)] the second is no argument's
+                found.append(Lookup(by, args[0].sources, shape[dim], widths[dim], _column(args[1].value, k)))
     elif name == "dynamic_slice":
         starts = zip(args[1:], equation.invars[0].aval.shape, params["slice_sizes"], strict=True)
         found.extend(
@@ -106,7 +109,10 @@ def _computed(equation: Any, args: list[_Flow], found: list[Lookup]) -> list[_Fl
         return kept
 
     kinds = [NONE if var.aval.dtype == bool else numbers for var in equation.outvars]
-    return [_Flow(_part(values, i), kind, sources) for i, kind in enumerate(kinds)]
+    columns: tuple[Names, ...] = ()
+    if name == "concatenate" and all(var.aval.shape[params["dimension"] :] == (1,) for var in equation.invars):
+        columns = tuple(arg.numbers for arg in args)
+    return [_Flow(_part(values, i), kind, sources, columns) for i, kind in enumerate(kinds)]
 
 
 def _column(value: Callable[[], Any], k: int) -> Callable[[], Array]:
