@@ -25,7 +25,7 @@ ONCE = {"xla_backend_optimization_level": 1}  # programs that run a few times: h
 # many short rows take three times as long, those of rows of thousands nine tenths; products of silos' small matrices
 # take a fifth longer. This hands it nothing.
 NO_LIBRARY: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": ""}
-LITTLE = 5e7  # numbers that are looked at, up to which the time to compile is more than the time to run
+LITTLE = 1e7  # numbers that are looked at, up to which the time to compile is more than the time to run
 
 
 def _takes(options: dict[str, Any]) -> bool:
@@ -59,6 +59,18 @@ def for_rounds(effort: str) -> dict[str, Any]:
     """What the compiler is told of programs that run rounds, by how hard it is to try."""
     options = {"most": {}, "some": QUICK, "least": LEAST}[effort]
     return known(options | (NO_LIBRARY if jax.default_backend() == "cpu" else {}))
+
+
+WORKS = "does_the_work"  # as a program's call of such a function is named
+
+
+def works(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, marked: it does most of a round's work (:mod:`numpyro_fed.engines.parts`)."""
+
+    def does_the_work(*args: Any) -> Any:
+        return function(*args)
+
+    return jax.jit(does_the_work)
 
 
 def in_x64(function: Callable) -> Callable:

@@ -3,7 +3,7 @@
 Law: equals :class:`~numpyro_fed.engines.Loopback` up to float rounding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
@@ -17,9 +17,11 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import ahead
 from numpyro_fed.engines.foretold import look
+from numpyro_fed.engines.parts import Parts, parts_of
 from numpyro_fed.engines.places import Places, places_of
 from numpyro_fed.host import undisturbed
 from numpyro_fed.keys import SERVER, START, keys_of, silo_keys, silo_words
+from numpyro_fed.memo import remembered
 from numpyro_fed.precision import LITTLE, engine_in_x64, for_rounds, strong, unoptimised, zeros
 
 CHUNK = 512  # rounds between two looks of the host: progress, stopping, interruption
@@ -69,9 +71,23 @@ class Vmap:
 
     @engine_in_x64
     def start(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
-        places, arrays, shared = self.held(stack)
+        run, arguments = self._starting(algorithm, key, stack)
+        ahead.wait(ahead.program(algorithm, ("start", self.across), arguments))
         with undisturbed():
-            return _start(stack.elements <= LITTLE)(algorithm, self.across, places, key, arrays, shared)
+            return run(algorithm, self.across, *arguments)
+
+    @engine_in_x64
+    def start_ahead(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> None:
+        """Begin to compile what gives the first states."""
+        if ahead.worthwhile():
+            run, arguments = self._starting(algorithm, key, stack)
+            lower = lambda: run.lower(algorithm, self.across, *arguments)
+            ahead.begin(ahead.program(algorithm, ("start", self.across), arguments), lower)
+
+    def _starting(self, algorithm: FederatedAlgorithm, key: Any, stack: Stack) -> tuple[Any, tuple]:
+        """The program of first states, and its arguments."""
+        held = self.held(stack)
+        return _start(stack.elements <= LITTLE), (held.places, key, held.arrays, held.shared)
 
     @engine_in_x64
     def rounds(
@@ -88,9 +104,10 @@ class Vmap:
     ) -> tuple[Any, tuple, dict[str, np.ndarray]]:
         server, silos = strong((server, silos))
         arguments = _arguments(self.held(stack), key, server, silos, first, cohorts, count)
-        ahead.wait(ahead.program(algorithm, (effort, self.across), arguments))
+        program = ahead.program(algorithm, (effort, self.across), arguments)
+        ahead.wait(program)
         with undisturbed():
-            server, silos, info = _rounds(effort, self.across)(algorithm, *arguments)
+            server, silos, info = self._cut(program, algorithm, arguments, effort)(*arguments)
         return server, silos, {name: np.asarray(rows)[:count] for name, rows in info.items()}
 
     @engine_in_x64
@@ -107,8 +124,25 @@ class Vmap:
         """Begin to compile rounds from such states (shapes are enough), while something else goes on."""
         if ahead.worthwhile():
             arguments = _arguments(self.held(stack), key, server, silos, 0, cohorts, 1)
-            lower = lambda: _rounds(effort, self.across).trace(algorithm, *arguments).lower()
-            ahead.begin(ahead.program(algorithm, (effort, self.across), arguments), lower)
+            program = ahead.program(algorithm, (effort, self.across), arguments)
+            ahead.begin(program, lambda: self._lowered(program, algorithm, arguments, effort))
+
+    def _lowered(self, program: Hashable, algorithm: FederatedAlgorithm, arguments: tuple, effort: str) -> Any:
+        """The rounds, traced; what is left is to compile them."""
+        run = self._cut(program, algorithm, arguments, effort)
+        return run if isinstance(run, Parts) else _rounds(effort, self.across).trace(algorithm, *arguments).lower()
+
+    def _cut(self, program: Hashable, algorithm: FederatedAlgorithm, arguments: tuple, effort: str) -> Any:
+        """Rounds as a function of the arguments: in parts, where that is asked for, or in one piece."""
+        whole = _rounds(effort, self.across)
+        if effort != "some" or self.across != TOGETHER or jax.default_backend() != "cpu":
+            return partial(whole, algorithm)
+
+        def cut() -> Any:
+            traced, one = whole.trace(algorithm, *arguments), partial(whole, algorithm)
+            return parts_of(traced, one, for_rounds("least"), for_rounds("some")) or one
+
+        return remembered(cut, "parts", program)
 
     def in_silos(self, function: Callable[..., Any], given: Any, stack: Stack, *states: tuple | None) -> tuple:
         return in_every_silo(function, given, stack, *states)

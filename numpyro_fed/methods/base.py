@@ -38,7 +38,7 @@ from numpyro_fed.run.checkpoint import Checkpoint, Unsaved
 from numpyro_fed.run.correct import correct
 from numpyro_fed.run.diagnose import NonFinite, explained
 from numpyro_fed.run.finish import finished, warn_of, warn_of_verdict
-from numpyro_fed.run.foresee import foresee
+from numpyro_fed.run.foresee import foresee, foresee_start
 from numpyro_fed.run.identity import identity
 from numpyro_fed.run.lost import SiloLostError, go_on
 from numpyro_fed.run.prepare import Prepared, prepare, refuse_small
@@ -181,11 +181,14 @@ class Method:
         runner.books.surveyed(prepared.sent, len(silos.names))
         start = resume.start(init_state, name, program, runner)
         first = runner.round
-        foresee(runner, next(phase for phase in program.phases if phase.role == "rounds"))  # compiles the longest
+        main = next(phase for phase in program.phases if phase.role == "rounds")
+        foresee(runner, main)  # compiles the longest
         if start[0].warm is None and start[0].server is None:
             for phase in [phase for phase in program.phases if phase.role == "start" and phase.made is None][:1]:
+                foresee_start(runner, phase)
                 foresee(runner, phase, scheduled=False)
         runner.later = foreseen(runner, program, prepared.survey) if check else []
+        runner.later.append(partial(foresee_start, runner, main))
         fit = partial(finished, runner, program.posterior, prepared, silos, self.again(engine), began)
         try:
             if elsewhere is not None:

@@ -44,3 +44,11 @@ def foresee(runner: Runner, phase: Phase, scheduled: bool = True, shapes: tuple[
         server, states = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)
         cohorts = runner.cohorts(0, 1) if scheduled else None
         begin(algorithm, runner.key, runner.stack, server, states, cohorts, runner.effort(phase))
+
+
+def foresee_start(runner: Runner, phase: Phase) -> None:
+    """Begin to compile what gives a phase its first states."""
+    begin = getattr(runner.engine, "start_ahead", None)
+    if begin is not None:
+        with undisturbed():
+            begin(phase.algorithm, runner.key, runner.stack)  # whichever key it will be

@@ -30,7 +30,7 @@ from numpyro_fed.local.bound import Weighting, combined, row_weights
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.precision import to_user_dtype, unoptimised
+from numpyro_fed.precision import to_user_dtype, unoptimised, works
 from numpyro_fed.results.importance import pareto_k
 from numpyro_fed.results.looks import LocalLook
 from numpyro_fed.run.foresee import foresee, fresh_shapes
@@ -100,7 +100,8 @@ def locals_round(split: SplitModel, posterior: Any, rows: str, num: int) -> Fede
             return combined(split, weighting, terms, log_q, data, components, None, None)
 
         places = jax.random.split(key, len(z) * num), jnp.repeat(z, num, axis=0)
-        each = jax.lax.map(weight, places, batch_size=_batch(data, num)).reshape(len(z), num, -1)
+        all_ = works(lambda *all_: jax.lax.map(weight, all_, batch_size=_batch(data, num)))
+        each = all_(*places).reshape(len(z), num, -1)
         each = jnp.where(jnp.isfinite(each), each, -jnp.inf)
         worst, low, count = {}, {}, {}
         for group in split.groups:

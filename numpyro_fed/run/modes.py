@@ -15,6 +15,7 @@ A search ends where nothing is gained any more, or where q is. A maximum has Lap
 are flat in some direction, say nothing.
 """
 
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.normal.matrices import lower_half, symmetric
 from numpyro_fed.normal.newton import Search, advance, derivatives
+from numpyro_fed.precision import works
 from numpyro_fed.results.looks import FAR, ModesLook, told
 from numpyro_fed.results.scalars import scalars
 from numpyro_fed.results.verdict import Evidence, globals_at
@@ -97,22 +99,24 @@ def searches_round(split: SplitModel, marginal: Marginal, num: int) -> Federated
         factor = silo_factor(split, marginal, data, components, sent.theta)
         nodes = factor.nodes(None)
 
-        def look(z: Array, loc: Any) -> tuple[SearchMessage, Any]:
+        def place(ended: Array, z: Array, loc: Any) -> tuple[Any, Any]:
+            """The locals around a point, and where they are looked for next."""
             frame = start_frame(split, data)
-            if split.groups:
-                found = factor.refit(z, frame._replace(loc=loc), LOCAL_STEPS)
-                frame = found._replace(coupling=frame.coupling)  # none: nodes need not move with z to be differentiated
-                # a step that was too long must not stay: the next one starts from here
-                loc = jax.tree.map(lambda new, old: jnp.where(jnp.all(jnp.isfinite(new)), new, old), frame.loc, loc)
+            found = factor.refit(z, frame._replace(loc=loc), LOCAL_STEPS)
+            frame = found._replace(coupling=frame.coupling)  # none: nodes need not move with z to be differentiated
+            # a step that was too long must not stay: the next one starts from here
+            return frame, jax.tree.map(lambda new, old: jnp.where(jnp.all(jnp.isfinite(new)), new, old), frame.loc, loc)
+
+        def look(ended: Array, z: Array, frame: Any) -> SearchMessage:
             value, gradient, precision = factor.derivatives(z, frame, nodes)
-            return SearchMessage(value, gradient, lower_half(precision)), loc
+            return SearchMessage(value, gradient, lower_half(precision))
 
-        def one(given: tuple[Array, Array, Any]) -> tuple[SearchMessage, Any]:
-            ended, z, loc = given
-            nothing = SearchMessage(jnp.zeros(()), jnp.zeros(d), jnp.zeros(d * (d + 1) // 2))
-            return jax.lax.cond(ended, lambda z, loc: (nothing, loc), look, z, loc)
-
-        return jax.lax.map(one, (sent.ended, sent.points, silo))
+        frames, locs = (), silo
+        if split.groups:
+            unlooked = lambda ended, z, loc: (start_frame(split, data), loc)
+            frames, locs = _each(unlooked, place, sent.ended, sent.points, silo)
+        nothing = SearchMessage(jnp.zeros(()), jnp.zeros(d), jnp.zeros(d * (d + 1) // 2))
+        return works(partial(_each, lambda *_: nothing, look))(sent.ended, sent.points, frames), locs
 
     def aggregate(messages: SearchMessage, cohort: Cohort) -> SearchMessage:
         return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), messages)
@@ -132,6 +136,11 @@ def searches_round(split: SplitModel, marginal: Marginal, num: int) -> Federated
         return server, {"ended": _ended(server)}
 
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+
+
+def _each(if_ended: Callable[..., Any], look: Callable[..., Any], ended: Array, points: Array, given: Any) -> Any:
+    """One search after another: of those that have ended nothing is asked."""
+    return jax.lax.map(lambda one: jax.lax.cond(one[0], if_ended, look, *one), (ended, points, given))
 
 
 def _ended(server: SearchServer) -> Array:
@@ -201,7 +210,7 @@ def modes_phase(split: SplitModel, few: Marginal, num: int) -> Phase:
         finish=lambda left, server, info: left._replace(server=(server, int(np.sum(info["ended"][-1])))),
         role="check",
         effort="some",
-        looks_at_data=MAX_ROUNDS * num * (2 * split.dim + 2) * few.evaluations(split),
+        looks_at_data=MAX_ROUNDS * num * split.dim * few.evaluations(split),
         look=1,  # and so rounds are counted one by one
         watched=False,  # a search may well leave the support
         recipe=("modes", num),

@@ -20,7 +20,7 @@ from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
-from numpyro_fed.precision import in_x64
+from numpyro_fed.precision import in_x64, works
 from numpyro_fed.run.runner import Runner
 
 Array = jax.Array
@@ -82,7 +82,7 @@ def target_round(split: SplitModel, marginal: Marginal, num_points: int) -> Fede
             return factor.log_f(z, frame, factor.nodes(jax.random.fold_in(key, s)))
 
         places = sent.first + jnp.arange(num_points), sent.points
-        log_f = jax.lax.map(one, places, batch_size=factor.batch_of(num_points))
+        log_f = works(lambda *all_: jax.lax.map(one, all_, batch_size=factor.batch_of(num_points)))(*places)
         if again:
             better = silo_factor(split, finer, data, components, sent.theta)
             at = lambda z: better.log_f(z, frame, better.nodes(None))

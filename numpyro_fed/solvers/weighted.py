@@ -22,7 +22,7 @@ from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.normal.points import normal_points
-from numpyro_fed.precision import alongside, to_user_dtype, tree_where
+from numpyro_fed.precision import alongside, to_user_dtype, tree_where, works
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 
@@ -109,12 +109,14 @@ class Weighted(BaseSolver):
         """The factor at all points, as many at once as memory allows."""
         batch = factor.batch_of(len(eps))
         beside = jax.vmap(lambda x: quadratic(x))(eps) + 0.5 * jnp.sum(eps**2, axis=1)
+        marked = works if factor.num_obs is not None else lambda function: function  # a prior is little work
         if not self.gradients:
-            log_f = jax.lax.map(lambda z: factor.log_f(z, frame, nodes), affine.to_z(at, eps), batch_size=batch)
+            at_points = lambda points: jax.lax.map(lambda z: factor.log_f(z, frame, nodes), points, batch_size=batch)
+            log_f = marked(at_points)(affine.to_z(at, eps))
             log_w = log_f + beside
             return Seen(jnp.where(jnp.isfinite(log_w), log_w, -jnp.inf))
         both = jax.value_and_grad(lambda x: factor.log_f(affine.to_z(at, x), frame, nodes))
-        log_f, uphill = jax.lax.map(both, eps, batch_size=batch)
+        log_f, uphill = marked(lambda eps: jax.lax.map(both, eps, batch_size=batch))(eps)
         log_w, downhill = log_f + beside, eps @ quadratic.precision - quadratic.shift - uphill
         fine = jnp.isfinite(log_w) & jnp.all(jnp.isfinite(downhill), axis=1)
         return Seen(jnp.where(fine, log_w, -jnp.inf), jnp.where(fine[:, None], downhill, 0.0))

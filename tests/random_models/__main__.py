@@ -30,6 +30,7 @@ def look(name: str, program: Program, law: Callable[[Program], Outcome]) -> Outc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("number", type=int, nargs="?", default=1000, help="of different programs")
+    parser.add_argument("--first", type=int, default=1, help="the first of them to look at: a long run in parts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--certificate", action="store_true", help="with the library's own checks")
     parser.add_argument("--verdicts", action="store_true", help="run EP and SFVI on them, in float32")
@@ -41,6 +42,8 @@ def main() -> None:
     reasons: Counter[str] = Counter()
     start = time.process_time()
     for number, program in enumerate(drawn(options.number, options.seed, flawed=not options.verdicts), 1):
+        if number < options.first:
+            continue
         for name, law in laws.items():
             with jax.enable_x64(not options.verdicts):
                 found = look(name, program, law)
