@@ -192,7 +192,7 @@ class Posteriors:
     def _score(self, simulated: Simulated, drawn: Drawn) -> np.ndarray:
         """The gradient of log p(z_G, y) at the truth, (d,); NaN where locals are not integrated exactly."""
         split, marginal = drawn.split, exact_marginal(drawn.split, drawn.survey, drawn.posterior)
-        if marginal.kind not in ("none", "quadrature") or not 0 < split.dim <= MOST_DIMS:
+        if marginal.kind not in ("none", "normal", "quadrature") or not 0 < split.dim <= MOST_DIMS:
             return np.full(split.dim, np.nan)
         make = partial(_score_program, split, marginal)
         program = remembered(make, "score", ByIdentity(split), marginal)

@@ -1,10 +1,11 @@
 r"""A silo's factor, :math:`f_j(z_G) = \int p(y_j, z_{Lj} \mid z_G)\, dz_{Lj}`, and how its integral is taken.
 
-A :class:`Marginal` says how. ``"quadrature"``: Gauss and Hermite's rule in every row of one or two dimensions, around
-the row's mode. ``"importance_weighted"``: K draws per row, weighted (or per silo, where rows meet); a lower bound in
-expectation, and with fresh draws at each point what PVI's free energy asks for. ``"joint"``: not at all; a sampler
-draws the locals with the globals. ``"none"``: there are no locals. One quadrature node is the profile
-:math:`\max_{z_L} p(y, z_L | z_G)`, whose curvature is the Schur complement of the joint one.
+A :class:`Marginal` says how. ``"normal"``: in closed form, where the log density is quadratic in the locals
+(:mod:`numpyro_fed.local.closed_form`), as in linear mixed models. ``"quadrature"``: Gauss and Hermite's rule in every
+row of one or two dimensions, around the row's mode. ``"importance_weighted"``: K draws per row, weighted (or per silo,
+where rows meet); a lower bound in expectation, and with fresh draws at each point what PVI's free energy asks for.
+``"joint"``: not at all; a sampler draws the locals with the globals. ``"none"``: there are no locals. One quadrature
+node is the profile :math:`\max_{z_L} p(y, z_L | z_G)`, whose curvature is the Schur complement of the joint one.
 
 Solvers see a :class:`Factor`, functions of z_G alone, so the server's prior can be one, too.
 """
@@ -20,12 +21,15 @@ from jax.scipy.special import logsumexp
 from numpyro import handlers
 
 from numpyro_fed.data.padding import SiloData
+from numpyro_fed.host import shapes_of
 from numpyro_fed.local import minibatch
 from numpyro_fed.local.bound import Weighting, combined, row_weights
+from numpyro_fed.local.closed_form import in_closed_form, normal_nodes
 from numpyro_fed.local.conditional import LocalLaplace, draw_rows, fit_local_laplace, standard_local_laplace
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.redraw import redraw, replaced
 from numpyro_fed.memo import ByIdentity, remembered
+from numpyro_fed.model.degree import degree
 from numpyro_fed.model.observations import num_observations, silo_terms
 from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.rows import Components
@@ -36,6 +40,7 @@ from numpyro_fed.normal.newton import derivatives
 
 Array = jax.Array
 NODES = {1: 21, 2: 15}  # per dimension of a row
+MOST_NORMAL = 6  # dimensions of a row that is integrated in closed form
 DRAWS = 64
 REDRAWN_STEPS = 8  # of Newton's method to the locals' modes, given observations that were just drawn
 JOINT_DRAWS = 8  # of the bound that places a joint sampler
@@ -45,12 +50,14 @@ MOST_ELEMENTS = 2**21  # of one site's log density that are evaluated at once
 class Marginal(NamedTuple):
     """How locals are integrated out. Static: part of the compiled program."""
 
-    kind: str  # "none", "quadrature", "importance_weighted" or "joint"
+    kind: str  # "none", "normal", "quadrature", "importance_weighted" or "joint"
     num: int = 1  # nodes per dimension, or draws
     rows: str = "whole"  # how terms find their rows, see bound.Weighting
 
     def evaluations(self, split: SplitModel) -> int:
         """Of the silo's density, for one of its factor."""
+        if self.kind == "normal":
+            return len(normal_nodes(_row_size(split))[0])
         return self.num ** max(_row_size(split), 1) if self.kind == "quadrature" else max(self.num, 1)
 
     @property
@@ -58,9 +65,25 @@ class Marginal(NamedTuple):
         return Weighting(self.num, self.rows)
 
 
-def by_quadrature(split: SplitModel, survey: Survey) -> bool:
-    """Whether rows are few-dimensional and do not meet, so that quadrature integrates them one by one."""
-    return bool(split.groups) and survey.rows != "whole" and not survey.joined and _row_size(split) in NODES
+def integrable(split: SplitModel, survey: Survey) -> bool:
+    """Whether rows do not meet, and each is integrated without noise: it is normal given the globals, or small."""
+    return _apart(split, survey) and (_row_size(split) in NODES or normal_rows(split))
+
+
+def _apart(split: SplitModel, survey: Survey) -> bool:
+    return bool(split.groups) and survey.rows != "whole" and not survey.joined
+
+
+def normal_rows(split: SplitModel) -> bool:
+    """Whether locals are normal given the globals: the log density of all terms is quadratic in them."""
+
+    def found() -> bool:
+        terms = lambda own, z: split.evaluate(z, own, split.theta, split.dummy()).terms
+        return degree(terms, *_shapes(split)) <= 2
+
+    if not 0 < _row_size(split) <= MOST_NORMAL:
+        return False
+    return remembered(found, "normal rows", ByIdentity(split))
 
 
 def choose(
@@ -74,8 +97,16 @@ def choose(
     """
     if not split.groups:
         return Marginal("none")
-    quadrature, size = by_quadrature(split, survey), _row_size(split)
-    kind = kind or ("joint" if samples_locals else "quadrature" if quadrature else "importance_weighted")
+    apart, size = _apart(split, survey), _row_size(split)
+    quadrature, normal = apart and size in NODES, apart and normal_rows(split)
+    if kind is None:
+        exact = "normal" if normal and num is None else "quadrature" if quadrature else "importance_weighted"
+        kind = "joint" if samples_locals else exact
+    if kind == "normal" and not normal:
+        raise ValueError(
+            "marginal='normal' needs rows that do not meet in a term, of up to "
+            f"{MOST_NORMAL} local latents in which the log density is quadratic: leave marginal= out"
+        )
     if kind == "quadrature" and not quadrature:
         raise ValueError(
             "quadrature needs rows of one or two local latents that do not meet in a term; here "
@@ -84,7 +115,7 @@ def choose(
         )
     if kind == "joint" and not samples_locals:
         raise ValueError("marginal='joint' samples the locals with the globals: use nf.solvers.HMC() or NUTS()")
-    default = {"quadrature": NODES.get(size, 1), "importance_weighted": DRAWS, "joint": 1}[kind]
+    default = {"normal": 1, "quadrature": NODES.get(size, 1), "importance_weighted": DRAWS, "joint": 1}[kind]
     return Marginal(kind, num or default, rows_of(split, survey))
 
 
@@ -99,9 +130,15 @@ def _all_read(split: SplitModel) -> bool:
 
     A sum of millions of others would take digits from what differs between nodes, were it added to each.
     """
-    data, z = split.dummy(), jnp.zeros(split.dim)
-    found = provenance(lambda **own: split.evaluate(z, own, split.theta, data).terms, split.zeros_local(data.mask))
-    return all(found.values())
+    locals_, z = _shapes(split)
+    terms = lambda globals_, **own: split.evaluate(globals_, own, split.theta, split.dummy()).terms
+    found = provenance(terms, {"globals_": z} | locals_)
+    return all(sources - {"globals_"} for sources in found.values())
+
+
+def _shapes(split: SplitModel) -> tuple[dict[str, Any], Any]:
+    """Of locals and globals."""
+    return shapes_of(lambda: (split.zeros_local(split.dummy().mask), jnp.zeros(split.dim)))
 
 
 def _row_size(split: SplitModel) -> int:
@@ -179,7 +216,8 @@ def silo_factor(
             eps = draw_rows(jax.random.key(0) if key is None else key, split, data.mask, marginal.num)
             return Nodes(eps, jnp.full(marginal.num, -np.log(marginal.num), dtype))
         dims = max(k for _, k in shapes.values())
-        grid, log_weight = gauss_hermite(marginal.num, dims)
+        normal = marginal.kind == "normal"
+        grid, log_weight = normal_nodes(dims) if normal else gauss_hermite(marginal.num, dims)
         eps = {
             name: jnp.broadcast_to(jnp.asarray(grid[:, None, :k], dtype), (len(grid), rows, k))
             for name, (rows, k) in shapes.items()
@@ -194,7 +232,8 @@ def silo_factor(
         return jnp.sum(by_rows(z, frame, nodes))
 
     def by_rows(z: Array, frame: LocalLaplace, nodes: Nodes) -> Array:
-        return logsumexp(once(_log_terms, marginal)(z, frame, nodes, theta, data, components), axis=0)
+        log_terms = once(_log_terms, marginal)(z, frame, nodes, theta, data, components)
+        return in_closed_form(log_terms).log_integral() if marginal.kind == "normal" else logsumexp(log_terms, axis=0)
 
     def derivatives_at(z: Array, frame: LocalLaplace, nodes: Nodes) -> tuple[Array, Array, Array]:
         if marginal.kind == "joint":
@@ -212,8 +251,17 @@ def silo_factor(
         if none:
             return ()
         log_terms = once(_log_terms, marginal)(z, frame, nodes, theta, data, components)
-        weight = jax.nn.softmax(log_terms, axis=0)
         mean, cov = {}, {}
+        if marginal.kind == "normal":
+            known = in_closed_form(log_terms)
+            both = jnp.concatenate([known.mean()[:, None], known.covariance()], axis=1)  # (components, 1 + k, k)
+            for g, (_, k) in shapes.items():
+                of_rows = row_weights(
+                    split, marginal.weighting, both.reshape(len(both), -1).T, g, data, components
+                ).T.reshape(-1, *both.shape[1:])
+                mean[g], cov[g] = of_rows[:, 0, :k], of_rows[:, 1 : k + 1, :k]
+            return frame.with_moments(mean, cov)
+        weight = jax.nn.softmax(log_terms, axis=0)
         for g, eps in nodes.eps.items():
             own = row_weights(split, marginal.weighting, weight, g, data, components)  # (K, rows)
             mean[g] = jnp.einsum("kr,krj->rj", own, eps)
@@ -231,12 +279,11 @@ def silo_factor(
     elements = max(
         (int(np.prod(leaf.shape)) for leaf in jax.tree.leaves((data.args, data.mask)) if np.ndim(leaf)), default=1
     )
-    each = marginal.num ** max((k for _, k in shapes.values()), default=1) if marginal.kind == "quadrature" else 1
-    each = marginal.num if marginal.kind == "importance_weighted" else each
+    each = marginal.evaluations(split) if marginal.kind != "joint" else 1
     batch = int(np.clip(MOST_ELEMENTS // max(elements * each, 1), 1, 1024))
     count = partial(num_observations, split, data)
     part = None if batching is None else partial(_estimate, split, theta, data, batching)
-    known = marginal.kind in ("quadrature", "importance_weighted")
+    known = marginal.kind in ("normal", "quadrature", "importance_weighted")
     return Factor(
         *(refit, log_f, nodes, joint, derivatives_at, moments, shapes, batch, marginal.kind == "joint", redrawn, count),
         *(part, by_rows if known else None),

@@ -182,11 +182,11 @@ class Method:
         start = resume.start(init_state, name, program, runner)
         first = runner.round
         main = next(phase for phase in program.phases if phase.role == "rounds")
-        foresee(runner, main)  # compiles the longest
         if start[0].warm is None and start[0].server is None:
             for phase in [phase for phase in program.phases if phase.role == "start" and phase.made is None][:1]:
                 foresee_start(runner, phase)
                 foresee(runner, phase, scheduled=False)
+        foresee(runner, main)
         runner.later = foreseen(runner, program, prepared.survey) if check else []
         runner.later.append(partial(foresee_start, runner, main))
         fit = partial(finished, runner, program.posterior, prepared, silos, self.again(engine), began)

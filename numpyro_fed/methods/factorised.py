@@ -177,7 +177,7 @@ class Factorised(Method):
     def _solver(self, split: SplitModel, survey: Survey) -> tuple[Solver, Marginal]:
         """The solver, and how locals are integrated out."""
         given = None if self.solver is None else self._check_solver(self.solver)
-        exact = integrate.by_quadrature(split, survey) or not split.groups
+        exact = integrate.integrable(split, survey) or not split.groups
         solver = self._default_solver(split, exact) if given is None else given
         asked = getattr(solver, "marginal", None), getattr(solver, "num_nodes", None)
         return solver, integrate.choose(split, survey, *asked, solver.samples_locals)

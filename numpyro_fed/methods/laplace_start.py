@@ -1,7 +1,7 @@
 r"""Where EP and PVI begin: sites from the curvature at the posterior's mode.
 
-A few rounds of Newton's method (:mod:`numpyro_fed.run.mode`) find the mode :math:`\hat z` of the posterior. There every
-silo's factor has a gradient :math:`g_j` and a curvature :math:`P_j` (minus the Hessian), and so a site
+A few rounds of Newton's method (:mod:`numpyro_fed.run.searches`) find the mode :math:`\hat z` of the posterior. There
+every silo's factor has a gradient :math:`g_j` and a curvature :math:`P_j` (minus the Hessian), and so a site
 
 .. math:: t_j(z) = \exp(h_j^\top z - \tfrac12 z^\top P_j z), \qquad h_j = g_j + P_j \hat z
 
@@ -18,14 +18,15 @@ import numpy as np
 
 from numpyro_fed.algorithm import Left, Phase
 from numpyro_fed.host import real_dtype
-from numpyro_fed.local.integrate import by_quadrature
+from numpyro_fed.local.integrate import integrable
 from numpyro_fed.local.start import WarmStart
-from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.families import Natural
+from numpyro_fed.normal.newton import Search
 from numpyro_fed.normal.prior import Prior
-from numpyro_fed.run.mode import MAX_DIM, ModeServer, converged, for_start, newton_start
+from numpyro_fed.run.mode import MAX_DIM, converged, for_start
+from numpyro_fed.run.searches import SearchServer, looks, num_searches, searches
 from numpyro_fed.solvers import Solver
 
 MAX_ROUNDS = 20
@@ -34,27 +35,28 @@ FLAT = 1e-8  # the least curvature of a maximum, in a precision with a unit diag
 
 def laplace_start(split: SplitModel, survey: Survey, solver: Solver, prior: Prior) -> tuple[Phase, ...]:
     """One phase; or none, where the solver begins elsewhere or factors are known with noise only."""
-    exact = not split.groups or by_quadrature(split, survey)
+    exact = not split.groups or integrable(split, survey)
     if not getattr(solver, "begins_at_q", False) or split.dim > MAX_DIM or not exact:
         return ()
-    marginal, num = for_start(split, survey), survey.num_silos
+    marginal, num = for_start(split, survey), num_searches(split)
     return (
         Phase(
             "mode",
-            remembered(lambda: newton_start(split, marginal, num), "mode", ByIdentity(split), marginal, num),
+            searches(split, marginal, num, survey.num_silos),
             num_rounds=MAX_ROUNDS,
             done=converged,
             finish=partial(_finish, prior),
             role="start",
-            effort="least",
+            effort="some",
+            looks_at_data=looks(split, marginal, num),
             look=1,  # each is a message of O(d^2) numbers
         ),
     )
 
 
-def _finish(prior: Prior, left: Left, server: ModeServer, info: dict[str, Any]) -> Left:
+def _finish(prior: Prior, left: Left, server: SearchServer, info: dict[str, Any]) -> Left:
     """A start, or none: what was found need not be a maximum."""
-    search, each = server.search, server.each
+    search, each = Search(*(np.asarray(leaf)[0] for leaf in server.search)), server.each  # trials of one search
     on_host = lambda leaf: np.asarray(leaf, np.float64)
     at, total, slope = on_host(search.x), on_host(search.precision), on_host(search.gradient)
     slopes, lower = on_host(each.gradient), on_host(each.precision)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from numpyro_fed.algorithm import Begun, Left, Phase, Plan, PyTree
-from numpyro_fed.local.integrate import by_quadrature
+from numpyro_fed.local.integrate import integrable
 from numpyro_fed.methods.ep import EP
 from numpyro_fed.methods.factorised_posterior import SitesPosterior
 from numpyro_fed.model.split_model import SplitModel
@@ -17,7 +17,7 @@ from numpyro_fed.solvers import Importance
 
 def site_start(split: SplitModel, survey: Survey, names: Any) -> tuple[Phase, ...]:
     """One phase, compiled when it is needed; or none, where EP would have to draw samples."""
-    if split.theta or not 0 < split.dim <= Importance.most_dims or (split.groups and not by_quadrature(split, survey)):
+    if split.theta or not 0 < split.dim <= Importance.most_dims or (split.groups and not integrable(split, survey)):
         return ()
     return (Phase("sites", None, role="start", made=partial(_made, split, survey, names)),)
 

@@ -118,12 +118,14 @@ def advance(
     gradient: Float[Array, " d"],
     precision: Float[Array, "d d"],
     slack: Float[Array, ""] | float,
+    rung: Float[Array, ""] | float = 1.0,
 ) -> tuple[Search, Array]:
     """Accept the trial or refuse it, and choose the next; also returned: whether it was accepted.
 
     Args:
         search: with the trial at which ``value``, ``gradient`` and ``precision`` (minus the Hessian) were found.
         slack: how much worse than x the trial may be: rounding, or what the objective itself leaves open.
+        rung: by how many times its damping the next step is damped.
     """
     finite = jnp.isfinite(value) & jnp.all(jnp.isfinite(gradient)) & jnp.all(jnp.isfinite(precision))
     better = finite & (value >= search.value - slack)
@@ -132,7 +134,8 @@ def advance(
     gradient, precision = keep(gradient, search.gradient), keep(precision, search.precision)
     damping = keep(search.damping / 5, jnp.maximum(search.damping * 10, 1e-2))
     damping = jnp.clip(damping, LEAST_DAMPING, MOST_DAMPING)
-    step = newton_step(gradient, precision, jnp.where(damping <= UNDAMPED, 0.0, damping))
+    used = damping * rung
+    step = newton_step(gradient, precision, jnp.where(used <= UNDAMPED, 0.0, used))
     gain = jnp.where(better, 0.5 * gradient @ step, jnp.inf)
     return Search(x, x + step, value, precision, gradient, damping, gain), better
 

@@ -16,7 +16,8 @@ from numpyro_fed.host import key_of
 from numpyro_fed.local.integrate import rows_of
 from numpyro_fed.remote.opening import Agreed
 from numpyro_fed.run.locals import locals_round
-from numpyro_fed.run.modes import modes_phase, with_few_nodes
+from numpyro_fed.run.modes import modes_phase
+from numpyro_fed.run.searches import with_few_nodes
 from numpyro_fed.run.target import exact_marginal, target_round
 from numpyro_fed.run.theta import ThetaBroadcast, theta_round
 
@@ -88,7 +89,7 @@ def _locals(run: Agreed, size: Any = None) -> Made:
 
 def _modes(run: Agreed, size: Any = None) -> Made:
     num, marginal = _count(size), exact_marginal(run.split, run.survey, run.program.posterior)
-    phase = modes_phase(run.split, with_few_nodes(marginal, run.split), num)
+    phase = modes_phase(run.split, with_few_nodes(marginal, run.split), num, run.survey.num_silos)
     return Made(phase, "check", num, _sent_by(phase.algorithm))
 
 

@@ -21,8 +21,9 @@ from numpyro_fed.results.looks import Looks
 from numpyro_fed.results.verdict import Evidence, found_change, globals_at, log_weights
 from numpyro_fed.run.foresee import foresee
 from numpyro_fed.run.locals import foresee_locals, look_at_locals
-from numpyro_fed.run.modes import look_for_modes, looked_for, modes_phase, num_searches, with_few_nodes
+from numpyro_fed.run.modes import look_for_modes, looked_for, modes_phase
 from numpyro_fed.run.runner import Runner
+from numpyro_fed.run.searches import num_searches, with_few_nodes
 from numpyro_fed.run.target import BLOCK, exact_marginal, log_target, target_phase
 from numpyro_fed.run.theta import look_at_theta
 
@@ -83,7 +84,7 @@ def foreseen(runner: Runner, program: Program, survey: Survey) -> list[Callable[
     marginal = exact_marginal(split, survey, posterior)
     phases = [target_phase(runner, "check", marginal, BLOCK)]
     if looked_for(split, marginal):
-        phases.append(modes_phase(split, with_few_nodes(marginal, split), num_searches(split)))
+        phases.append(modes_phase(split, with_few_nodes(marginal, split), num_searches(split), len(runner.stack.names)))
     rounds = next(phase for phase in program.phases if phase.role == "rounds")
     return [
         *(partial(foresee, runner, phase, scheduled=False) for phase in phases),

@@ -200,7 +200,7 @@ def for_start(split: SplitModel, survey: Survey | None) -> Marginal:
     found = choose(split, survey)
     if found.kind == "quadrature":
         return found._replace(num=NODES[max(group.size for group in split.groups)])
-    return found._replace(num=DRAWS)
+    return found._replace(num=DRAWS) if found.kind == "importance_weighted" else found
 
 
 def mode_phases(split: SplitModel, num_rounds: int, survey: Survey | None = None) -> tuple[Phase, ...]:

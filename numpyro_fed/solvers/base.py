@@ -11,7 +11,7 @@ from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal.families import Family, Natural, quotient
 
 Array = jax.Array
-MARGINALS = ("quadrature", "importance_weighted", "joint")
+MARGINALS = ("normal", "quadrature", "importance_weighted", "joint")
 
 
 class Start(NamedTuple):
@@ -81,7 +81,7 @@ class Solver(Protocol):
 class BaseSolver:
     """What the solvers of this folder share, and defaults for those of yours."""
 
-    marginal: str | None = None  # "quadrature", "importance_weighted", "joint" or None: whatever suits the model
+    marginal: str | None = None  # one of MARGINALS, or None: whatever suits the model
     num_nodes: int | None = None  # per dimension of a row, or draws a row
     name = ""
     noisy = False
@@ -91,7 +91,7 @@ class BaseSolver:
 
     def __post_init__(self) -> None:
         if self.marginal not in (None, *MARGINALS):
-            raise ValueError(f"marginal must be 'quadrature', 'importance_weighted' or 'joint', got {self.marginal!r}")
+            raise ValueError(f"marginal must be one of {', '.join(map(repr, MARGINALS))}, got {self.marginal!r}")
         for field in fields(self):  # num_nodes and, of solvers that build on this one, num_samples, num_steps, ...
             if field.name.startswith("num_"):
                 least = 0 if field.name == "num_warmup" else 1

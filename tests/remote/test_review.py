@@ -22,7 +22,7 @@ from numpyro_fed.remote.runs import MOST_MADE
 from numpyro_fed.remote.silos import connect
 from numpyro_fed.remote.states import Kept, States, name_of, structure_of
 from numpyro_fed.remote.worker import MOST_RUNS
-from numpyro_fed.run.modes import SearchBroadcast
+from numpyro_fed.run.searches import SearchBroadcast
 
 sys.path.append(str(Path(__file__).parent.parent / "laws"))
 from elsewhere import Sites, elsewhere, study_of
