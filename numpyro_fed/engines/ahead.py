@@ -19,7 +19,7 @@ from numpyro_fed.memo import ByIdentity
 
 KEPT = 128
 
-_begun: "OrderedDict[Hashable, Future | None]" = OrderedDict()  # None: it was compiled when it was called
+_begun: "OrderedDict[Hashable, list[Future]]" = OrderedDict()  # []: it was compiled when it was called
 _lock = threading.Lock()  # runs may be in threads of their own
 
 
@@ -35,26 +35,26 @@ def worthwhile() -> bool:
 
 
 def begin(key: Hashable, lower: Callable[[], Any]) -> None:
-    """Compile what ``lower`` gives, unless the program is there already."""
+    """Compile what ``lower`` gives, a program or several, unless it is there already."""
     if key not in _begun:
         with undisturbed():
             lowered = lower()
-        _keep(key, _threads().submit(lowered.compile))
+        _keep(key, [_threads().submit(one.compile) for one in getattr(lowered, "pieces", (lowered,))])
 
 
 def wait(key: Hashable) -> None:
     """Until a program that was begun is there; its errors are those of the call that follows."""
     with _lock:
-        found = _begun.get(key)
-    if found is not None:
-        found.exception()
-    _keep(key, None)
+        found = _begun.get(key, [])
+    for one in found:
+        one.exception()
+    _keep(key, [])
 
 
 def busy() -> bool:
     """Whether a program is being compiled."""
     with _lock:
-        return any(found is not None and not found.done() for found in _begun.values())
+        return any(not one.done() for found in _begun.values() for one in found)
 
 
 def beside(later: list[Callable[[], None]]) -> None:
@@ -76,7 +76,7 @@ def program(algorithm: Any, how: Hashable, arguments: Any) -> Hashable:
     return ByIdentity(algorithm), how, structure, shapes
 
 
-def _keep(key: Hashable, value: Future | None) -> None:
+def _keep(key: Hashable, value: list[Future]) -> None:
     with _lock:
         _begun[key] = value
         _begun.move_to_end(key)

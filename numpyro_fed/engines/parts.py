@@ -124,13 +124,9 @@ class Parts:
         needed |= {name for loop in cut.loops for name in (*loop.next, loop.goes_on, loop.then)}
         for piece in pieces:
             piece.gives = tuple(name for name in avals if name in piece.makes & needed)
-        for piece in pieces[:3]:
+        self.pieces = self._call, self._first, self._last  # what every run needs; the longest to compile first
+        for piece in self.pieces:
             piece.lower()
-
-    def compile(self) -> "Parts":
-        for piece in (self._call, self._first, self._last):
-            piece.compile()
-        return self
 
     def __call__(self, *args: Any) -> Any:
         known = dict(zip(self._names, jax.tree.leaves(args), strict=True))

@@ -198,6 +198,7 @@ def _fresh(
 
 def _run_rounds(
     across: Any,
+    few: bool,
     algorithm: FederatedAlgorithm,
     places: Places,
     key: Any,
@@ -296,16 +297,19 @@ def _run_rounds(
 
     at = lambda rows, i: jax.lax.dynamic_index_in_dim(rows, i, keepdims=False)  # without a look whether i is inside
 
+    def who(i: Any) -> Any:
+        """The names of those that take part in a round, as words."""
+        return places.words if cohorts is None else places.words[at(cohorts, i)]
+
     def words_at(i: Any) -> tuple:
-        """Of the keys of who takes part in a round."""
-        if not looked.silos_draw:
-            return ()
-        who = places.words if cohorts is None else places.words[at(cohorts, i)]
-        return silo_words(at(round_keys, i), who)
+        """Of their keys; in few rounds these are made as JAX does it, with fewer operations."""
+        return silo_words(at(round_keys, i), who(i)) if looked.silos_draw and not few else ()
 
     def one_round(i: Any, server: Any, silos: tuple, words: tuple) -> tuple[Any, tuple, dict]:
         server_key = at(server_keys, i) if looked.server_draws else key
-        keys = keys_of(words, key) if looked.silos_draw else jnp.broadcast_to(key, (asked,))
+        keys = jnp.broadcast_to(key, (asked,))
+        if looked.silos_draw:
+            keys = silo_keys(at(round_keys, i), who(i)) if few else keys_of(words, key)
         broadcast = algorithm.broadcast(server_key, server)
         if cohorts is None:
             messages, silos, index = everyone(keys, broadcast, silos)
@@ -338,4 +342,5 @@ def _rounds(effort: str, across: Any = TOGETHER) -> Any:
 
 @cache
 def _compiled(effort: str, across: Any) -> Any:
-    return jax.jit(partial(_run_rounds, across), static_argnums=0, compiler_options=for_rounds(effort))
+    run = partial(_run_rounds, across, effort != "most")
+    return jax.jit(run, static_argnums=0, compiler_options=for_rounds(effort))

@@ -46,7 +46,7 @@ class LocalLaplace(NamedTuple):
 
     centre: Array  # (d,)
     loc: dict[str, Array]  # {group: (rows, k)}
-    coupling: dict[str, Array]  # {group: (rows, k, d)}
+    coupling: dict[str, Array]  # {group: (rows, k, d)}; {}: locals stay where they are, whatever z is
     root: dict[str, Array]  # {group: (rows, k, k)}: lower triangular
     curvature: dict[str, Array]  # {group: (rows, k)}: of each element, the others held
 
@@ -58,6 +58,8 @@ class LocalLaplace(NamedTuple):
 
     def mean(self, z: Array) -> dict[str, Array]:
         """The locals' centre at another z."""
+        if not self.coupling:
+            return self.loc
         return {g: self.loc[g] + self.coupling[g] @ (z - self.centre) for g in self.loc}
 
     def at(self, z: Array, eps: dict[str, Array]) -> dict[str, Array]:

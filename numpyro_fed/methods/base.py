@@ -77,7 +77,11 @@ class Method:
     def prepare(self, silos: Any, engine: Engine | None = None) -> Prepared:
         """The model divided over the silos, and what they answered."""
         local, shared = getattr(self, "local", None), getattr(self, "shared", None)
-        return prepare(self.model, silos, local, shared, engine, self.batch_size_for)
+        return prepare(self.model, silos, local, shared, engine, self.batch_size_for, self.meanwhile)
+
+    def meanwhile(self, split: SplitModel) -> object:
+        """What will be asked for again, and does not depend on the silos' answers: it is done while they are asked."""
+        return None
 
     def batch_size_for(self, split: SplitModel) -> int | None:
         """Rows of a silo that a step looks at, of which silos are asked in the survey; None: all."""

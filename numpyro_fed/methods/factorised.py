@@ -32,7 +32,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.normal.families import as_family, quotient
-from numpyro_fed.normal.prior import normal_prior
+from numpyro_fed.normal.prior import Prior, normal_prior
 from numpyro_fed.normal.sites import Sites
 from numpyro_fed.optim import check_optim
 from numpyro_fed.run.node_check import TOO_FAR, node_check
@@ -162,7 +162,7 @@ class Factorised(Method):
                 f"nf.SFVI(model, batch_size={size}), in which only the rows of a minibatch move"
             )
         batching = None if size is None else minibatch.plan(split, survey, "whole", size)
-        prior = normal_prior(split, family)
+        prior = self._prior(split)
         kept = self.tied, batching, self.server_optim, self.max_move
         rounds, settled = (
             site_rounds(split, family, solver, marginal, prior, survey, *kept, started=started)
@@ -181,6 +181,13 @@ class Factorised(Method):
         solver = self._default_solver(split, exact) if given is None else given
         asked = getattr(solver, "marginal", None), getattr(solver, "num_nodes", None)
         return solver, integrate.choose(split, survey, *asked, solver.samples_locals)
+
+    def _prior(self, split: SplitModel) -> Prior:
+        make = lambda: normal_prior(split, as_family(self.family))
+        return remembered(make, "prior", ByIdentity(split), as_family(self.family).kind)
+
+    def meanwhile(self, split: SplitModel) -> object:
+        return integrate.normal_rows(split), self._prior(split)
 
     def batch_size_for(self, split: SplitModel) -> int | None:
         return None if self.solver is None else getattr(self._check_solver(self.solver), "batch_size", None)

@@ -38,10 +38,12 @@ def prepare(
     shared: Any = None,
     engine: Engine | None = None,
     batch_size: Callable[[SplitModel], int | None] = lambda split: None,
+    meanwhile: Callable[[SplitModel], object] = lambda split: None,
 ) -> Prepared:
     """The model divided over these silos (from memory, if it has met such shapes before), and what they answered.
 
-    Of a store an example is looked at: a few silos stand for all.
+    Of a store an example is looked at: a few silos stand for all. ``meanwhile`` is what the method can do before it
+    knows their answers.
     """
     some = silos.example() if silos.lazy else silos
     make = lambda: uncertified(model, some, local, shared)
@@ -54,7 +56,7 @@ def prepare(
         )
     stack = stack_of(silos, some, split.spec, split.partition.axes)
     engine = Vmap() if engine is None or engine.reads_store else engine  # of a store, its example is in memory
-    answers, sent = surveys.take(split, stack, engine, batch_size(split))
+    answers, sent = surveys.take(split, stack, engine, batch_size(split), meanwhile)
     asked = stack.example.names
     for told, message in ((answers.supported, outside), (answers.in_range, beyond)):
         for what, fine in told.items():

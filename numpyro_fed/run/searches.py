@@ -128,8 +128,7 @@ def _searches(split: SplitModel, marginal: Marginal, num: int, num_silos: int) -
             first = jax.tree.map(lambda leaf: leaf[0], found)
             stays = sent.ended[0] | ~finite(first)
             silo = SearchSilo(locs, jax.tree.map(lambda new, old: jnp.where(stays, old, new), first, silo.frame))
-            # nodes need not move with z to be differentiated
-            frames = found._replace(coupling=jax.tree.map(jnp.zeros_like, found.coupling))
+            frames = found._replace(coupling={})  # nodes need not move with z to be differentiated
         nothing = SearchMessage(jnp.zeros(()), jnp.zeros(d), jnp.zeros(d * (d + 1) // 2))
         return works(partial(_each, lambda *_: nothing, look))(sent.ended, sent.points, frames), silo
 

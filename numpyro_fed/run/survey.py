@@ -9,7 +9,8 @@ split's certificate holds on their data (:mod:`numpyro_fed.model.certificate`).
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import Engine, Sent
-from numpyro_fed.host import key_of, zeros_like
+from numpyro_fed.host import key_of, shapes_of, undisturbed, zeros_like
 from numpyro_fed.keys import digest
 from numpyro_fed.local.minibatch import rows_apart
 from numpyro_fed.memo import ByIdentity, remembered
@@ -35,6 +36,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.support import supported
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.results.ledger import Entry
+from numpyro_fed.run.foresee import foresee
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import as_schedule
 
@@ -96,12 +98,25 @@ def _algorithm(split: SplitModel, batch_size: int | None, num: int, like: SiloDa
     )
 
 
-def take(split: SplitModel, stack: Stack, engine: Engine, batch_size: int | None) -> tuple[Answer, tuple[Entry, ...]]:
-    """Everyone's answers, stacked in the order of the silos (of a store: of its example), and what they cost."""
+def take(
+    split: SplitModel,
+    stack: Stack,
+    engine: Engine,
+    batch_size: int | None,
+    meanwhile: Callable[[SplitModel], object] = lambda split: None,
+) -> tuple[Answer, tuple[Entry, ...]]:
+    """Everyone's answers, stacked in the order of the silos (of a store: of its example), and what they cost.
+
+    ``meanwhile`` is done while the program is compiled; what is wrong there is said when it is done in its turn.
+    """
     asked = stack.example
     phase = survey_phase(split, batch_size, asked)
     runner = Runner(engine, key_of(KEY), asked, split, as_schedule(None), False, "")
-    left, _ = runner.run((phase,), Left(), tuple(() for _ in asked.buckets), None)
+    states: tuple = tuple(() for _ in asked.buckets)
+    foresee(runner, phase, scheduled=False, shapes=(shapes_of(phase.algorithm.init, None), states))
+    with suppress(Exception), undisturbed():
+        meanwhile(split)
+    left, _ = runner.run((phase,), Left(), states, None)
     places = np.array([stack.names.index(name) for name in asked.names])
     answered = (entry._replace(who=places) for entry in runner.books.entries)
     return jax.device_get(left.server), (*_before(split, asked, places), *answered)

@@ -59,7 +59,7 @@ def target_round(split: SplitModel, marginal: Marginal, num_points: int) -> Fede
 
     Where locals are integrated by quadrature it is followed by log f_j at the first of them, with twice as many nodes.
     """
-    d, again = split.dim, num_refined(marginal, num_points)
+    d, again, draws = split.dim, num_refined(marginal, num_points), marginal.kind == "importance_weighted"
     finer = marginal._replace(num=2 * marginal.num + 1)
 
     def init(key: Array) -> TargetServer:
@@ -79,7 +79,7 @@ def target_round(split: SplitModel, marginal: Marginal, num_points: int) -> Fede
             # where locals are drawn, afresh at every point: estimates of f are then unbiased and independent, so the
             # weights are right on average and their noise is seen in the effective sample size
             s, z = given
-            return factor.log_f(z, frame, factor.nodes(jax.random.fold_in(key, s)))
+            return factor.log_f(z, frame, factor.nodes(jax.random.fold_in(key, s) if draws else None))
 
         places = sent.first + jnp.arange(num_points), sent.points
         log_f = works(lambda *all_: jax.lax.map(one, all_, batch_size=factor.batch_of(num_points)))(*places)
