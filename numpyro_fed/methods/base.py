@@ -79,7 +79,7 @@ class Method:
         local, shared = getattr(self, "local", None), getattr(self, "shared", None)
         return prepare(self.model, silos, local, shared, engine, self.batch_size_for, self.meanwhile)
 
-    def meanwhile(self, split: SplitModel) -> object:
+    def meanwhile(self, runner: Runner) -> object:
         """What will be asked for again, and does not depend on the silos' answers: it is done while they are asked."""
         return None
 

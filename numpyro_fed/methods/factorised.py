@@ -35,7 +35,10 @@ from numpyro_fed.normal.families import as_family, quotient
 from numpyro_fed.normal.prior import Prior, normal_prior
 from numpyro_fed.normal.sites import Sites
 from numpyro_fed.optim import check_optim
+from numpyro_fed.run.foresee import foresee, foresee_start
 from numpyro_fed.run.node_check import TOO_FAR, node_check
+from numpyro_fed.run.runner import Runner
+from numpyro_fed.run.survey import likely
 from numpyro_fed.solvers import Solver
 
 Array = jax.Array
@@ -168,7 +171,7 @@ class Factorised(Method):
             site_rounds(split, family, solver, marginal, prior, survey, *kept, started=started)
             for started in (False, True)
         )
-        starts = laplace_start(split, survey, solver, prior) if family.kind == "full" and not self.tied else ()
+        starts = self._starts(split, survey, solver, prior)
         nodes = None
         if marginal.kind == "quadrature" and marginal.num > 1 and split.dim <= MOST_DENSE:
             nodes = node_check(split, family, marginal, self._posterior(split, marginal).q)
@@ -186,8 +189,19 @@ class Factorised(Method):
         make = lambda: normal_prior(split, as_family(self.family))
         return remembered(make, "prior", ByIdentity(split), as_family(self.family).kind)
 
-    def meanwhile(self, split: SplitModel) -> object:
-        return integrate.normal_rows(split), self._prior(split)
+    def meanwhile(self, runner: Runner) -> None:
+        """The prior; and the search for a start (and for other modes), for answers that are likely."""
+        split = runner.split
+        self._check_model(split)
+        survey, prior = likely(split, len(runner.stack.names)), self._prior(split)
+        if runner.stack.known and survey is not None:
+            for phase in self._starts(split, survey, self._solver(split, survey)[0], prior):
+                foresee_start(runner, phase)
+                foresee(runner, phase, scheduled=False)
+
+    def _starts(self, split: SplitModel, survey: Survey, solver: Solver, prior: Prior) -> tuple[Phase, ...]:
+        full = as_family(self.family).kind == "full" and not self.tied
+        return laplace_start(split, survey, solver, prior) if full else ()
 
     def batch_size_for(self, split: SplitModel) -> int | None:
         return None if self.solver is None else getattr(self._check_solver(self.solver), "batch_size", None)

@@ -26,6 +26,8 @@ import numpy as np
 import pandas as pd
 from scipy.special import logsumexp
 
+from numpyro_fed.engines import ahead
+from numpyro_fed.host import real_dtype
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
@@ -272,9 +274,20 @@ def corrected_verdict(correction: Correction, draws: Mapping[str, Any], looks: L
 
 def globals_at(split: SplitModel, theta: dict[str, Any], points: np.ndarray) -> dict[str, np.ndarray]:
     """``{global site: values}``, constrained, at points (S, d) of the unconstrained globals; in blocks of one size."""
-    size = min(BLOCK, len(points))
-    make = lambda: jax.jit(jax.vmap(split.constrain_global, (0, None)), compiler_options=ONCE)
-    program = remembered(make, "globals", ByIdentity(split))
+    size, program = min(BLOCK, len(points)), _constrained(split)
+    ahead.wait(("globals", ByIdentity(split)))
     blocks = [program(points[i : i + size], theta) for i in range(0, len(points), size)]
     names = split.partition.global_sites
     return {name: np.concatenate([np.asarray(block[name]) for block in blocks]) for name in names}
+
+
+def foresee_globals(split: SplitModel) -> None:
+    """Begin to compile the program of :func:`globals_at`."""
+    if ahead.worthwhile():
+        points = jax.ShapeDtypeStruct((BLOCK, split.dim), real_dtype())
+        ahead.begin(("globals", ByIdentity(split)), lambda: _constrained(split).lower(points, split.theta))
+
+
+def _constrained(split: SplitModel) -> Any:
+    make = lambda: jax.jit(jax.vmap(split.constrain_global, (0, None)), compiler_options=ONCE)
+    return remembered(make, "globals", ByIdentity(split))

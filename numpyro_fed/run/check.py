@@ -18,7 +18,7 @@ from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.gaussian import Normal
 from numpyro_fed.results.importance import proposal, scrambling
 from numpyro_fed.results.looks import Looks
-from numpyro_fed.results.verdict import Evidence, found_change, globals_at, log_weights
+from numpyro_fed.results.verdict import Evidence, foresee_globals, found_change, globals_at, log_weights
 from numpyro_fed.run.foresee import foresee
 from numpyro_fed.run.locals import foresee_locals, look_at_locals
 from numpyro_fed.run.modes import look_for_modes, looked_for, modes_phase
@@ -89,6 +89,7 @@ def foreseen(runner: Runner, program: Program, survey: Survey) -> list[Callable[
     return [
         *(partial(foresee, runner, phase, scheduled=False) for phase in phases),
         partial(foresee_locals, runner, posterior, rows_of(split, survey), rounds),
+        partial(foresee_globals, split),
     ]
 
 

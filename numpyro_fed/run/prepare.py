@@ -20,6 +20,7 @@ from numpyro_fed.model.survey import Survey
 from numpyro_fed.model.trace import Model, PartitionError
 from numpyro_fed.results.ledger import Entry
 from numpyro_fed.run import survey as surveys
+from numpyro_fed.run.runner import Runner
 
 
 class Prepared(NamedTuple):
@@ -38,12 +39,12 @@ def prepare(
     shared: Any = None,
     engine: Engine | None = None,
     batch_size: Callable[[SplitModel], int | None] = lambda split: None,
-    meanwhile: Callable[[SplitModel], object] = lambda split: None,
+    meanwhile: Callable[[Runner], object] = lambda runner: None,
 ) -> Prepared:
     """The model divided over these silos (from memory, if it has met such shapes before), and what they answered.
 
     Of a store an example is looked at: a few silos stand for all. ``meanwhile`` is what the method can do before it
-    knows their answers.
+    knows their answers, with a runner over them.
     """
     some = silos.example() if silos.lazy else silos
     make = lambda: uncertified(model, some, local, shared)

@@ -103,7 +103,7 @@ def take(
     stack: Stack,
     engine: Engine,
     batch_size: int | None,
-    meanwhile: Callable[[SplitModel], object] = lambda split: None,
+    meanwhile: Callable[[Runner], object] = lambda runner: None,
 ) -> tuple[Answer, tuple[Entry, ...]]:
     """Everyone's answers, stacked in the order of the silos (of a store: of its example), and what they cost.
 
@@ -115,7 +115,7 @@ def take(
     states: tuple = tuple(() for _ in asked.buckets)
     foresee(runner, phase, scheduled=False, shapes=(shapes_of(phase.algorithm.init, None), states))
     with suppress(Exception), undisturbed():
-        meanwhile(split)
+        meanwhile(runner)
     left, _ = runner.run((phase,), Left(), states, None)
     places = np.array([stack.names.index(name) for name in asked.names])
     answered = (entry._replace(who=places) for entry in runner.books.entries)
@@ -184,3 +184,17 @@ def combined(split: SplitModel, answers: Answer, stack: Stack) -> Survey:
         min(len(stack.example.names), ASKED),
         looking_around(answers.around) if len(stack.names) > 1 else (),  # one silo's mean is that of all data
     )
+
+
+def likely(split: SplitModel, num_silos: int) -> Survey | None:
+    """What silos will probably answer of how their rows lie, told from shapes alone; None: hard to say.
+
+    Only programs that are compiled before the answers are in depend on it.
+    """
+    if not split.groups:
+        return Survey(num_silos)
+    own = [site for site in split.partition.sites if site.role in ("observed", "factor") and not site.at_server]
+    axes = {axis for axis, _ in split.groups[0].axes}
+    if len(split.groups) > 1 or any(not axes <= {axis for axis, _ in site.axes} for site in own):
+        return None
+    return Survey(num_silos, rows="aligned" if axes else "indexed", joined=False)
