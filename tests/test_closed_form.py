@@ -10,7 +10,8 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed.data.padding import silo_data
 from numpyro_fed.host import real_dtype
-from numpyro_fed.local.integrate import choose, normal_rows, silo_factor, start_frame
+from numpyro_fed.local.closed_form import normal_rows
+from numpyro_fed.local.integrate import choose, silo_factor, start_frame
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.degree import degree
 from numpyro_fed.model.rows import components_of
@@ -108,6 +109,22 @@ def test_the_integral_is_exact_wherever_the_frame_is(x64, k):
         np.testing.assert_allclose(jax.grad(ours)(z), jax.grad(exact)(z), rtol=1e-6, atol=1e-8)
         found = jax.jit(factor.derivatives)(z, frame, factor.nodes(None))
         np.testing.assert_allclose(found[2], -jax.hessian(exact)(z), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_far_away_rounding_is_no_density(k):
+    """In float32, scales of e^-8 to e^8: a difference of large numbers would be hundreds of nats too many."""
+    split, _, factor, frame, data = factor_of(k)
+    ours = jax.jit(jax.vmap(lambda z: factor.log_f(z, frame, factor.nodes(None))))
+    points = np.random.default_rng(0).uniform(-8, 8, size=(200, 3)).astype("f")
+    with jax.enable_x64(True):
+        sites = jax.vmap(lambda z: split.constrain_global(z, {}))(points.astype(float))
+        x, y = (np.asarray(data[name], np.float64) for name in ("x", "y"))
+        exact = jax.vmap(lambda *z: log_marginal(z, x, y))(*(sites[name] for name in ("beta", "tau", "sigma")))
+    found, exact = np.asarray(ours(points), np.float64), np.asarray(exact)
+    likely = exact > exact.max() - 60  # of other points the density need not be known, but it must not be large
+    np.testing.assert_allclose(found[likely], exact[likely], atol=0.05)
+    assert likely.sum() > 10 and not np.any(found[~likely] > exact[~likely] + 10 + 1e-4 * abs(exact[~likely]))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

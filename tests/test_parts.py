@@ -103,7 +103,7 @@ def test_runs_in_parts_are_runs_in_one_piece(watched, monkeypatch):
     """EP with all of its looks; every loop that they are in was seen to end where it does in one program."""
     silos = nf.Silos({f"s{j}": dict(x=normal(j, n, 2), y=binary(j, n)) for j, n in enumerate((40, 25, 30))})
     monkeypatch.setattr("numpyro_fed.run.runner.LITTLE", 0)  # everything is much work
-    run = lambda: nf.EP(glmm).run(jax.random.key(0), silos, progress_bar=False, check=True)
+    run = lambda: nf.EP(glmm).run(jax.random.key(0), silos, num_rounds=2, progress_bar=False, check=True)
     in_parts = run()
     assert watched["cut"] >= 4 and watched["runs"] > in_parts.num_rounds  # rounds, check, locals, searches
     memo.forget()

@@ -70,11 +70,16 @@ class Piece:
         self._stretches, self._avals, self._options = stretches, avals, options
         made: set[Name] = set()
         takes: dict[Name, None] = {}
+        same: dict[Name, Any] = {}  # what is another by a second name: the host knows it, and nothing is copied
         for stretch in stretches:
             takes |= dict.fromkeys(name for name in stretch.ins if not isinstance(name, Literal) and name not in made)
             made |= set(stretch.outs)
-        self.takes, self.makes = tuple(takes), made
-        self.gives: tuple[Name, ...] = ()
+            if stretch.jaxpr is None:
+                given = (name if isinstance(name, Literal) else same.get(name, name) for name in stretch.ins)
+                same |= zip(stretch.outs, given, strict=True)
+        self.takes, self.makes, self._same = tuple(takes), made, same
+        self._gives: tuple[Name, ...] = ()
+        self._again: tuple[tuple[Name, Any], ...] = ()
         self._lock = threading.Lock()
         self._lowered: Any = None
         self._compiled: Any = None
@@ -84,7 +89,14 @@ class Piece:
         for jaxpr, ins, outs, constants in self._stretches:
             given = [_read(known, name) for name in ins]
             known |= zip(outs, given if jaxpr is None else jax.core.eval_jaxpr(jaxpr, constants, *given), strict=True)
-        return [known[name] for name in self.gives]
+        return [known[name] for name in self._gives]
+
+    def give(self, names: Sequence[Name]) -> None:
+        """What it is to leave."""
+        self._again = tuple((name, self._same[name]) for name in names if name in self._same)
+        own = [name for name in names if name not in self._same]
+        first = [name for _, name in self._again if not isinstance(name, Literal) and name not in self.takes]
+        self._gives = tuple(dict.fromkeys((*own, *first)))
 
     def lower(self) -> None:
         shapes = [_shape(self._avals[name]) for name in self.takes]
@@ -100,7 +112,8 @@ class Piece:
     def __call__(self, known: dict[Name, Any]) -> None:
         if self._compiled is None:
             self.compile()
-        known |= zip(self.gives, self._compiled(*(known[name] for name in self.takes)), strict=True)
+        known |= zip(self._gives, self._compiled(*(known[name] for name in self.takes)), strict=True)
+        known |= {name: _read(known, other) for name, other in self._again}
 
 
 class Parts:
@@ -123,7 +136,8 @@ class Parts:
         needed = {name for piece in pieces for name in piece.takes} | _names(self._outs)
         needed |= {name for loop in cut.loops for name in (*loop.next, loop.goes_on, loop.then)}
         for piece in pieces:
-            piece.gives = tuple(name for name in avals if name in piece.makes & needed)
+            wanted = piece.makes & needed
+            piece.give([name for name in avals if name in wanted])
         self.pieces = self._call, self._first, self._last  # what every run needs; the longest to compile first
         for piece in self.pieces:
             piece.lower()

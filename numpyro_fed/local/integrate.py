@@ -21,15 +21,13 @@ from jax.scipy.special import logsumexp
 from numpyro import handlers
 
 from numpyro_fed.data.padding import SiloData
-from numpyro_fed.host import shapes_of
 from numpyro_fed.local import minibatch
 from numpyro_fed.local.bound import Weighting, combined, row_weights
-from numpyro_fed.local.closed_form import in_closed_form, normal_nodes
+from numpyro_fed.local.closed_form import MOST_NORMAL, in_closed_form, latent_shapes, normal_nodes, normal_rows
 from numpyro_fed.local.conditional import LocalLaplace, draw_rows, fit_local_laplace, standard_local_laplace
 from numpyro_fed.local.minibatch import Batching
 from numpyro_fed.local.redraw import redraw, replaced
 from numpyro_fed.memo import ByIdentity, remembered
-from numpyro_fed.model.degree import degree
 from numpyro_fed.model.observations import num_observations, silo_terms
 from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.rows import Components
@@ -37,10 +35,10 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.normal.families import LOG_2PI
 from numpyro_fed.normal.newton import derivatives
+from numpyro_fed.normal.points import gauss_hermite
 
 Array = jax.Array
 NODES = {1: 21, 2: 15}  # per dimension of a row
-MOST_NORMAL = 6  # dimensions of a row that is integrated in closed form
 DRAWS = 64
 REDRAWN_STEPS = 8  # of Newton's method to the locals' modes, given observations that were just drawn
 JOINT_DRAWS = 8  # of the bound that places a joint sampler
@@ -57,7 +55,7 @@ class Marginal(NamedTuple):
     def evaluations(self, split: SplitModel) -> int:
         """Of the silo's density, for one of its factor."""
         if self.kind == "normal":
-            return len(normal_nodes(_row_size(split))[0])
+            return 1 + len(normal_nodes(_row_size(split))[0])
         return self.num ** max(_row_size(split), 1) if self.kind == "quadrature" else max(self.num, 1)
 
     @property
@@ -72,18 +70,6 @@ def integrable(split: SplitModel, survey: Survey) -> bool:
 
 def _apart(split: SplitModel, survey: Survey) -> bool:
     return bool(split.groups) and survey.rows != "whole" and not survey.joined
-
-
-def normal_rows(split: SplitModel) -> bool:
-    """Whether locals are normal given the globals: the log density of all terms is quadratic in them."""
-
-    def found() -> bool:
-        terms = lambda own, z: split.evaluate(z, own, split.theta, split.dummy()).terms
-        return degree(terms, *_shapes(split)) <= 2
-
-    if not 0 < _row_size(split) <= MOST_NORMAL:
-        return False
-    return remembered(found, "normal rows", ByIdentity(split))
 
 
 def choose(
@@ -130,15 +116,10 @@ def _all_read(split: SplitModel) -> bool:
 
     A sum of millions of others would take digits from what differs between nodes, were it added to each.
     """
-    locals_, z = _shapes(split)
+    locals_, z = latent_shapes(split)
     terms = lambda globals_, **own: split.evaluate(globals_, own, split.theta, split.dummy()).terms
     found = provenance(terms, {"globals_": z} | locals_)
     return all(sources - {"globals_"} for sources in found.values())
-
-
-def _shapes(split: SplitModel) -> tuple[dict[str, Any], Any]:
-    """Of locals and globals."""
-    return shapes_of(lambda: (split.zeros_local(split.dummy().mask), jnp.zeros(split.dim)))
 
 
 def _row_size(split: SplitModel) -> int:
@@ -175,15 +156,6 @@ class Factor(NamedTuple):
         while 2 * size <= min(self.batch, num) and num % (2 * size) == 0:
             size *= 2
         return size
-
-
-def gauss_hermite(num: int, dims: int) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes (num ** dims, dims) and log weights for expectations under a standard normal."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(num)
-    grid = np.stack([axis.reshape(-1) for axis in np.meshgrid(*[nodes] * dims, indexing="ij")], axis=1)
-    log_weights = np.log(weights / weights.sum())
-    each = np.stack([axis.reshape(-1) for axis in np.meshgrid(*[log_weights] * dims, indexing="ij")], axis=1)
-    return grid, each.sum(axis=1)
 
 
 def silo_factor(
@@ -233,7 +205,19 @@ def silo_factor(
 
     def by_rows(z: Array, frame: LocalLaplace, nodes: Nodes) -> Array:
         log_terms = once(_log_terms, marginal)(z, frame, nodes, theta, data, components)
-        return in_closed_form(log_terms).log_integral() if marginal.kind == "normal" else logsumexp(log_terms, axis=0)
+        if marginal.kind != "normal":
+            return logsumexp(log_terms, axis=0)
+        known = in_closed_form(log_terms)
+        mode = {g: mean[:, 0] for g, mean in of_rows(known.mean()[:, None]).items()}
+        return known.log_integral(once(_log_joint, marginal)(z, frame, mode, theta, data, components))
+
+    def of_rows(values: Array) -> dict[str, Array]:
+        """What is known of components, (components, a, b): of the rows of each group, (rows, a, its k)."""
+        flat, out = values.reshape(len(values), -1).T, {}
+        for g, (_, k) in shapes.items():
+            own = row_weights(split, marginal.weighting, flat, g, data, components)
+            out[g] = own.T.reshape(-1, *values.shape[1:])[..., :k]
+        return out
 
     def derivatives_at(z: Array, frame: LocalLaplace, nodes: Nodes) -> tuple[Array, Array, Array]:
         if marginal.kind == "joint":
@@ -254,13 +238,9 @@ def silo_factor(
         mean, cov = {}, {}
         if marginal.kind == "normal":
             known = in_closed_form(log_terms)
-            both = jnp.concatenate([known.mean()[:, None], known.covariance()], axis=1)  # (components, 1 + k, k)
-            for g, (_, k) in shapes.items():
-                of_rows = row_weights(
-                    split, marginal.weighting, both.reshape(len(both), -1).T, g, data, components
-                ).T.reshape(-1, *both.shape[1:])
-                mean[g], cov[g] = of_rows[:, 0, :k], of_rows[:, 1 : k + 1, :k]
-            return frame.with_moments(mean, cov)
+            both = of_rows(jnp.concatenate([known.mean()[:, None], known.covariance()], axis=1))
+            mean = {g: value[:, 0] for g, value in both.items()}
+            return frame.with_moments(mean, {g: value[:, 1 : value.shape[-1] + 1] for g, value in both.items()})
         weight = jax.nn.softmax(log_terms, axis=0)
         for g, eps in nodes.eps.items():
             own = row_weights(split, marginal.weighting, weight, g, data, components)  # (K, rows)
@@ -308,6 +288,22 @@ def _log_terms(
         return combined(split, marginal.weighting, found.terms, log_q, data, components, None, None)
 
     return jax.vmap(at)(nodes.eps) + nodes.log_weight[:, None]
+
+
+def _log_joint(
+    split: SplitModel,
+    marginal: Marginal,
+    z: Array,
+    frame: LocalLaplace,
+    eps: dict[str, Array],
+    theta: dict,
+    data: SiloData,
+    components: Components | None,
+) -> Array:
+    """log p(y, z_L | z) |dz_L / deps| (2 pi)^(k / 2) at z_L = frame(z, eps), by component."""
+    found = split.evaluate(z, frame.at(z, eps), theta, data)
+    log_q = frame.log_prob(jax.tree.map(jnp.zeros_like, eps), found.active)
+    return combined(split, marginal.weighting, found.terms, log_q, data, components, None, None)
 
 
 def _derivatives(

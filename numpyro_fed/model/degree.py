@@ -25,11 +25,21 @@ from jax.extend.core import Jaxpr, Literal
 LINEAR = {
     *("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "convert_element_type", "copy", "copy_p", "real"),
     *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "concatenate", "pad"),
-    *("reduce_precision", "stop_gradient", "split", "sharding_constraint", "device_put"),
+    *("stop_gradient", "split", "sharding_constraint", "device_put"),
 }
 # The same, of what they take from or put in; where that is must not depend on the arguments.
 PLACED = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2, "scatter": 1, "scatter-add": 1}
-CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint")
+CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+)
 
 
 def degree(function: Callable[..., Any], wrt: Any, *others: Any) -> float:
@@ -73,13 +83,15 @@ def _always_finite(eqn: Any, ins: list[float]) -> bool:
 def _of_primitive(name: str, params: dict[str, Any], ins: list[float]) -> float:
     if name == "convert_element_type" and not jnp.issubdtype(params["new_dtype"], jnp.floating):
         return inf  # it rounds
+    if name == "convert_element_type" and jnp.finfo(params["new_dtype"]).bits < 32:
+        return inf
     if name in LINEAR:
         return max(ins)
     if name in ("mul", "dot_general"):
         return sum(ins)
     if name in ("square", "integer_pow"):
         power = params.get("y", 2)
-        return power * ins[0] if power >= 0 else inf
+        return power * ins[0] if power > 0 else 0.0 if power == 0 else inf
     if name == "div":
         return inf if ins[1] else ins[0]
     if name == "select_n":

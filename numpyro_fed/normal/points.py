@@ -67,3 +67,12 @@ def enough_points(d: int, correlations: bool = True) -> int:
 def stable_step(d: int, num: int, correlations: bool = True) -> float:
     """The longest step, at most 1, that is stable by a margin."""
     return min(1.0, STEP / largest_eigenvalue(d, num, correlations))
+
+
+def gauss_hermite(num: int, dims: int) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes (num ** dims, dims) and log weights for expectations under a standard normal."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(num)
+    grid = np.stack([axis.reshape(-1) for axis in np.meshgrid(*[nodes] * dims, indexing="ij")], axis=1)
+    log_weights = np.log(weights / weights.sum())
+    each = np.stack([axis.reshape(-1) for axis in np.meshgrid(*[log_weights] * dims, indexing="ij")], axis=1)
+    return grid, each.sum(axis=1)

@@ -149,12 +149,14 @@ def _searches(split: SplitModel, marginal: Marginal, num: int, num_silos: int) -
         slack = 1e-3 + 1e-5 * jnp.abs(old.value)  # rounding
         rises = fine[best] & (found[1][best] >= old.value[0] - slack[0])
         ladder = jnp.asarray(LADDER[:num], old.damping.dtype)
-        damping = old.damping * jnp.where(rises, jnp.maximum(ladder[best], LEAST_RUNG), jnp.max(ladder))
+        rung = jnp.where(rises, jnp.maximum(ladder[best], LEAST_RUNG), jnp.max(ladder))
+        damping = old.damping * jnp.where(jnp.isfinite(old.value[0]), rung, 1.0)  # first trials are of no ladder
         chosen = lambda of_best, own: jnp.where(together, jnp.broadcast_to(of_best, own.shape), own)
         trial, value, gradient, precision = (chosen(leaf[best], leaf) for leaf in found)
         asked = old._replace(trial=trial, damping=chosen(damping, old.damping))
         search, _ = jax.vmap(advance)(asked, value, gradient, precision, slack, chosen(ladder, jnp.ones_like(ladder)))
-        search = search._replace(gain=chosen(search.gain[0], search.gain))
+        best_yet = jnp.maximum(old.value[0], search.value)  # slack is for one step, not for one after another
+        search = search._replace(gain=chosen(search.gain[0], search.gain), value=chosen(best_yet, search.value))
         ended = _ended(server)
         keep = lambda new, old: jnp.where(ended.reshape(-1, *(1,) * (new.ndim - 1)), old, new)
         search = jax.tree.map(keep, search, old)
