@@ -124,7 +124,7 @@ def test_far_away_rounding_is_no_density(k):
     found, exact = np.asarray(ours(points), np.float64), np.asarray(exact)
     likely = exact > exact.max() - 60  # of other points the density need not be known, but it must not be large
     np.testing.assert_allclose(found[likely], exact[likely], atol=0.05)
-    assert likely.sum() > 10 and not np.any(found[~likely] > exact[~likely] + 10 + 1e-4 * abs(exact[~likely]))
+    assert likely.sum() > 10 and not np.any(found[~likely] > exact.max() - 50)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

@@ -12,7 +12,7 @@ each local plate it returns three numbers: the worst row's k, how many rows have
 and how many rows there are. Where rows meet in a term the silo's locals have one weight together.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -24,12 +24,13 @@ from jax.scipy.special import logsumexp
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Key, Left, Phase, Posterior, PyTree
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
-from numpyro_fed.host import put, real_dtype
+from numpyro_fed.host import folded, put, real_dtype, shapes_of
+from numpyro_fed.keys import digest
 from numpyro_fed.local.bound import Weighting, combined, row_weights
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
-from numpyro_fed.precision import to_user_dtype, works
+from numpyro_fed.precision import to_user_dtype, unoptimised, works
 from numpyro_fed.results.importance import pareto_k
 from numpyro_fed.results.looks import LocalLook
 from numpyro_fed.run.foresee import foresee, fresh_shapes
@@ -42,6 +43,7 @@ FEWEST = 16
 LOW = 0.1  # effective share of a row's weights
 MOST_WEIGHTS = 2**24  # in all silos, beyond which fewer draws are made
 MOST_ELEMENTS = 2**21  # of log densities that are evaluated at once
+LOCALS = digest("\0locals")
 
 
 @runtime_checkable
@@ -64,9 +66,11 @@ class HasLocals(Protocol):
 
 
 class LocalsServer(NamedTuple):
-    """The state that the method's rounds left, and what silos answered."""
+    """All that a silo receives, and what they answered."""
 
-    own: PyTree
+    z: Array  # (Z, d): draws of the globals
+    theta: dict[str, Array]
+    context: PyTree
     found: "LocalsMessage"
 
 
@@ -83,8 +87,7 @@ def locals_round(split: SplitModel, posterior: Any, rows: str, num: int) -> Fede
     weighting = Weighting(num, rows)
 
     def broadcast(key: Array, server: LocalsServer) -> Broadcast:
-        z = jax.lax.map(lambda draw: posterior.sample(draw, server.own), jax.random.split(key, GLOBALS))
-        return Broadcast((z, posterior.theta(server.own), posterior.local_context(server.own)))
+        return Broadcast((server.z, server.theta, server.context))
 
     def silo_step(key: Array, broadcast: Broadcast, silo: Any, data: SiloData) -> tuple[LocalsMessage, Any]:
         z, theta, context = broadcast.common
@@ -149,6 +152,16 @@ def num_draws(split: SplitModel, stack: Stack) -> int:
     return num
 
 
+def _sent(posterior: Any) -> Callable[[Key, PyTree], tuple[Array, dict[str, Array], PyTree]]:
+    """What silos receive, made from the method's own state: draws of the globals, theta, the context."""
+
+    def run(key: Key, server: PyTree) -> tuple[Array, dict[str, Array], PyTree]:
+        z = jax.lax.map(lambda own: posterior.sample(own, server), jax.random.split(key, GLOBALS))
+        return z, posterior.theta(server), posterior.local_context(server)
+
+    return run
+
+
 def _phase(runner: Runner, posterior: Any, rows: str) -> Phase:
     """How it begins is left open."""
     split, num = runner.split, num_draws(runner.split, runner.stack)
@@ -169,6 +182,11 @@ def _program(posterior: Any) -> Hashable:
     return getattr(posterior, "local_program", ByIdentity(posterior))
 
 
+def _draw(split: SplitModel, posterior: Any) -> Callable[[Key, PyTree], tuple[Array, dict[str, Array], PyTree]]:
+    make = lambda: jax.jit(_sent(posterior), compiler_options=unoptimised())
+    return remembered(make, "sent to locals", ByIdentity(split), _program(posterior))
+
+
 def _unknown(split: SplitModel) -> LocalsMessage:
     """Before silos have answered."""
     counts = {group.name: np.zeros((), jnp.result_type(int)) for group in split.groups}
@@ -180,7 +198,15 @@ def foresee_locals(runner: Runner, posterior: Posterior, rows: str, rounds: Phas
     split = runner.split
     if split.groups and isinstance(posterior, HasLocals):
         server, states = fresh_shapes(runner, rounds.variant(rounds.likely).algorithm)
-        begun = LocalsServer(server, _unknown(split))
+        x64, draw = jax.config.read("jax_enable_x64"), _sent(posterior)
+
+        def drawn(key: Key, server: PyTree) -> tuple:
+            with jax.enable_x64(x64):
+                return draw(key, server)
+
+        with jax.enable_x64(True):  # elsewhere a shape of float64 is cut to float32
+            z, theta, context = shapes_of(drawn, runner.key, server)
+        begun = LocalsServer(z, theta, context, _unknown(split))
         foresee(runner, _phase(runner, posterior, rows), scheduled=False, shapes=(begun, states))
 
 
@@ -193,7 +219,8 @@ def look_at_locals(
         return {}
     if not isinstance(posterior, HasLocals) or not states:
         return f"nf.{runner.label} has no density of the locals given the globals, so they were not looked at"
-    begun = LocalsServer(server, _unknown(split))
+    drawn = _draw(split, posterior)(folded(runner.key, LOCALS), server)
+    begun = LocalsServer(*drawn, _unknown(split))
     phase = _phase(runner, posterior, rows)._replace(begin=lambda left, fresh: Begun(begun))
     left, _ = runner.run((phase,), Left(), states, None)
     if left.interrupted:

@@ -64,7 +64,6 @@ class ModeServer(NamedTuple):
 
     search: Search
     accepted: Array  # bool: the trial before
-    each: Any = ()  # a ModeMessage, stacked: of every silo at the last trial that was accepted, where they are kept
 
 
 class ModeSilo(NamedTuple):
@@ -95,12 +94,8 @@ class ModeMessage(NamedTuple):
     precision: Array  # minus the Hessian, the lower triangle of it
 
 
-def newton_start(split: SplitModel, marginal: Marginal, num_apart: int = 0) -> FederatedAlgorithm:
-    """Mode finding as a federated algorithm. Its final states start the variational methods.
-
-    Args:
-        num_apart: so many silos, what each of them says being kept apart; 0: only sums are kept.
-    """
+def newton_start(split: SplitModel, marginal: Marginal) -> FederatedAlgorithm:
+    """Mode finding as a federated algorithm. Its final states start the variational methods."""
     theta_flat, unravel_theta = ravel_pytree(split.theta) if split.theta else (np.zeros(0, real_dtype()), lambda _: {})
     d, size = split.dim, split.dim + theta_flat.shape[0]
     free = np.concatenate([np.ones(d, bool), *(np.full(n, not held) for n, held in _held(split))])
@@ -110,9 +105,7 @@ def newton_start(split: SplitModel, marginal: Marginal, num_apart: int = 0) -> F
 
     def init(key: Array) -> ModeServer:
         first = jnp.concatenate([JITTER * jax.random.normal(key, (d,)), theta_flat])
-        shapes = (), (size,), (size * (size + 1) // 2,)
-        each = ModeMessage(*(jnp.zeros((num_apart, *shape)) for shape in shapes)) if num_apart else ()
-        return ModeServer(start_search(first), jnp.array(False), each)
+        return ModeServer(start_search(first), jnp.array(False))
 
     def broadcast(key: Array, server: ModeServer) -> Broadcast:
         return Broadcast(ModeBroadcast(server.search.trial, server.accepted))
@@ -142,13 +135,11 @@ def newton_start(split: SplitModel, marginal: Marginal, num_apart: int = 0) -> F
         value, gradient, precision = found
         return ModeMessage(value, gradient, lower_half(precision)), _silo(before, frame, silo.components)
 
-    def aggregate(messages: ModeMessage, cohort: Cohort) -> tuple[ModeMessage, Any]:
-        order = jnp.argsort(jnp.asarray(cohort.index))
-        apart = jax.tree.map(lambda leaf: leaf[order], messages) if num_apart else ()
-        return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), messages), apart
+    def aggregate(messages: ModeMessage, cohort: Cohort) -> ModeMessage:
+        return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), messages)
 
-    def server_step(key: Array, server: ModeServer, heard: tuple[ModeMessage, Any]) -> tuple[ModeServer, dict]:
-        search, (silos, each) = server.search, heard
+    def server_step(key: Array, server: ModeServer, silos: ModeMessage) -> tuple[ModeServer, dict]:
+        search = server.search
         prior_value, prior_gradient, prior_precision = derivatives(lambda x: split.log_prior(*parts(x)), search.trial)
         value = silos.value + prior_value
         gradient = jnp.where(free, silos.gradient + prior_gradient, 0.0)
@@ -159,8 +150,7 @@ def newton_start(split: SplitModel, marginal: Marginal, num_apart: int = 0) -> F
             slack = slack + jnp.minimum(search.gain, SLACK)
         new, accepted = advance(search, value, gradient, precision, slack)
         new = new._replace(value=jnp.maximum(search.value, new.value))
-        each = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), each, server.each)
-        return ModeServer(new, accepted, each), {"loss": -value, "_gain": new.gain, "_best": new.value}
+        return ModeServer(new, accepted), {"loss": -value, "_gain": new.gain, "_best": new.value}
 
     return FederatedAlgorithm(init, init_silo, broadcast, silo_step, aggregate, server_step).traced_once()
 
