@@ -86,12 +86,12 @@ def test_a_first_run_compiles_few_programs(programs: list[str]) -> None:
 
 @pytest.mark.merge
 def test_preparing_compiles_the_certificate_and_the_survey(programs: list[str]) -> None:
-    # all that comes before a method: two silos' certificates, one survey
+    # all that comes before a method that does nothing meanwhile: two silos' certificates, one survey
     model, data = Model(), silos()
     forget()
     jax.clear_caches()
     programs.clear()
-    nf.EP(model).prepare(data)
+    nf.SFVI(model).prepare(data)
     assert len(programs) <= 3, programs
     assert model.traced <= 13
 
