@@ -44,7 +44,9 @@ def laplace_start(split: SplitModel, survey: Survey, solver: Solver, prior: Prio
             "mode",
             searches(split, marginal, num, survey.num_silos),
             num_rounds=MAX_ROUNDS,
-            done=converged,
+            done=lambda info: bool(
+                info["_ended"][-1][0]
+            ),  # nearer than a start needs to be: sites are the curvature there
             finish=partial(_finish, prior),
             role="start",
             effort="some",
