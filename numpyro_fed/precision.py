@@ -61,18 +61,6 @@ def for_rounds(effort: str) -> dict[str, Any]:
     return known(options | (NO_LIBRARY if jax.default_backend() == "cpu" else {}))
 
 
-WORKS = "does_the_work"  # as a program's call of such a function is named
-
-
-def works(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, marked: it does most of a round's work (:mod:`numpyro_fed.engines.parts`)."""
-
-    def does_the_work(*args: Any) -> Any:
-        return function(*args)
-
-    return jax.jit(does_the_work)
-
-
 def in_x64(function: Callable) -> Callable:
     """The function, traced in float64, its floating arguments converted."""
 

@@ -19,6 +19,8 @@ GROUND = (
     "optim",
     "precision",
     "checks",
+    "ahead",
+    "equations",
     "keys",
     "memo",
     "gi",

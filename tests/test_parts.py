@@ -9,7 +9,7 @@ from models import binary, glmm, normal
 import numpyro_fed as nf
 from numpyro_fed import memo, precision
 from numpyro_fed.engines import parts
-from numpyro_fed.precision import works
+from numpyro_fed.equations import works
 
 heavy = works(lambda x: jnp.sum(jnp.cos(x)))
 

@@ -2,7 +2,7 @@
 
 The compiler tries equally hard everywhere in a program. A round of EP is some hundred small operations on matrices of a
 few numbers and a large one, the density of all rows at all points; to optimise the small ones takes seconds and gains
-microseconds. So the function that does the work is marked (:func:`numpyro_fed.precision.works`), and a traced program
+microseconds. So the function that does the work is marked (:func:`numpyro_fed.equations.works`), and a traced program
 is cut there: all that comes before the marked call, the call, and all that comes after it are programs of their own. Of
 these only the call is optimised.
 
@@ -11,7 +11,7 @@ on to the program's end, as if each loop had that one step. Where the host sees 
 step, with a fourth program, makes the call again and what comes after it again, and what had been found before is
 forgotten. What is computed is the same.
 
->>> from numpyro_fed.precision import works
+>>> from numpyro_fed.equations import works
 >>> heavy = works(lambda x: jnp.sum(jnp.cos(x)))
 >>> program = lambda n, x: jax.lax.fori_loop(0, n, lambda i, total: total + heavy(x * total), x[0])
 >>> x = jnp.arange(3.0) + 1
@@ -29,10 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from numpyro_fed.precision import WORKS
+from numpyro_fed.equations import as_jaxpr, evaluated, is_work
 
 Name = Hashable  # a variable of some jaxpr, or what stands between two of them
-_NAMELESS = jax.jit(lambda: 0).trace().jaxpr.jaxpr.debug_info
 
 
 class Stretch(NamedTuple):
@@ -88,7 +87,7 @@ class Piece:
         known = dict(zip(self.takes, values, strict=True))
         for jaxpr, ins, outs, constants in self._stretches:
             given = [_read(known, name) for name in ins]
-            known |= zip(outs, given if jaxpr is None else jax.core.eval_jaxpr(jaxpr, constants, *given), strict=True)
+            known |= zip(outs, given if jaxpr is None else evaluated(jaxpr, constants, given), strict=True)
         return [known[name] for name in self._gives]
 
     def give(self, names: Sequence[Name]) -> None:
@@ -175,14 +174,14 @@ def parts_of(traced: Any, whole: Callable, quickly: dict[str, Any], well: dict[s
 
 def _cut(closed: Any) -> Cut | None:
     eqns = closed.jaxpr.eqns
-    places = [place for place, eqn in enumerate(eqns) if _is_work(eqn) or _loops_over_work(eqn)]
+    places = [place for place, eqn in enumerate(eqns) if is_work(eqn) or _loops_over_work(eqn)]
     if len(places) != 1:
         return None
     place = places[0]
     before, eqn, after = [_stretch(eqns[:place])], eqns[place], [_stretch(eqns[place + 1 :])]
     if closed.consts:
         before.insert(0, _constants(closed))
-    if _is_work(eqn):
+    if is_work(eqn):
         return Cut(before, eqn, after, [])
     cond, body, num, skip = (eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"))
     inner = _cut(body)
@@ -217,27 +216,20 @@ def _chosen(goes_on: Any, *values: Any) -> list[Any]:
 
 
 def _stretch(eqns: Sequence[JaxprEqn]) -> Stretch:
-    outs = tuple(var for eqn in eqns for var in eqn.outvars)
-    taken = dict.fromkeys(var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal))
-    made = set(outs)
-    ins = tuple(var for var in taken if var not in made)
-    effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    return Stretch(Jaxpr((), ins, outs, eqns, effects, _NAMELESS), ins, outs)
+    jaxpr = as_jaxpr(eqns)
+    return Stretch(jaxpr, tuple(jaxpr.invars), tuple(jaxpr.outvars))
 
 
 def _constants(closed: Any) -> Stretch:
     names = tuple(closed.jaxpr.constvars)
-    return Stretch(Jaxpr(names, (), names, (), frozenset(), _NAMELESS), (), names, tuple(closed.consts))
-
-
-def _is_work(eqn: JaxprEqn) -> bool:
-    return WORKS in str(eqn.params.get("name", ""))
+    nothing = closed.jaxpr.replace(invars=(), outvars=names, eqns=(), effects=frozenset())
+    return Stretch(nothing, (), names, tuple(closed.consts))
 
 
 def _loops_over_work(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "while":
         return False
-    return any(_is_work(inner) or _loops_over_work(inner) for inner in eqn.params["body_jaxpr"].jaxpr.eqns)
+    return any(is_work(inner) or _loops_over_work(inner) for inner in eqn.params["body_jaxpr"].jaxpr.eqns)
 
 
 def _any(flags: Any) -> bool:

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_fed import ahead
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
-from numpyro_fed.engines import ahead
 from numpyro_fed.engines.foretold import look
 from numpyro_fed.engines.parts import Parts, parts_of
 from numpyro_fed.engines.places import Places, places_of

@@ -198,7 +198,7 @@ def combined(
         terms = {site: power * term for site, term in terms.items()}
     if weighting.rows == "aligned":
         (group,) = split.groups
-        return add_aligned(split, terms, data.mask).at[:-1].add(-log_q[group.name])
+        return add_aligned(split, terms, log_q[group.name], data.mask)
     if weighting.rows == "single":
         total = sum((jnp.sum(term) for term in terms.values()), jnp.zeros(()))
         return total - log_q[split.groups[0].name]

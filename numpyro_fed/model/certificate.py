@@ -3,6 +3,8 @@
 Where it is not, the error names the site, and why.
 """
 
+from collections.abc import Hashable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 from numpyro import handlers
 from numpyro.infer.util import potential_energy
 
+from numpyro_fed import ahead
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.padding import SiloData, silo_data
 from numpyro_fed.data.silos import Silos, at_silo
@@ -52,17 +55,41 @@ def certify(split: SplitModel, silos: Silos, max_silos: int = ASKED, seed: int =
     return None
 
 
-def _differs(split: SplitModel, silos: Silos, name: str, seed: int) -> str:
-    """What is wrong in a silo; nothing, where its certificate holds."""
-    axes = split.partition.axes
+def begin(split: SplitModel, silos: Silos) -> None:
+    """Begin to compile what :func:`certify` will ask for."""
+    for name in certifying(silos, split.partition.axes):
+        plain, padded = _both_data(split, silos, name)
+        arguments = (*_point(split, 0, plain, padded), plain, padded)
+        with suppress(Exception), at_silo(name):  # said when it is asked for
+            ahead.begin(_program(split, arguments), lambda arguments=arguments: _both_of(split).lower(*arguments))
+
+
+def _program(split: SplitModel, arguments: tuple) -> Hashable:
+    return ahead.program(split, "certificate", arguments)
+
+
+def _both_of(split: SplitModel) -> Any:
+    """One program for silos of the same shapes."""
     make = lambda: jax.jit(partial(_both, split), compiler_options=unoptimised())
-    both = remembered(make, "certificate", ByIdentity(split))  # one program for silos of the same shapes
+    return remembered(make, "certificate", ByIdentity(split))
+
+
+def _both_data(split: SplitModel, silos: Silos, name: str) -> tuple[SiloData, SiloData]:
+    """A silo's data as they are, and padded."""
+    axes = split.partition.axes
     longest = {axis.name: (round_up if axis.free else int)(max(axis.lengths.values())) for axis in axes}
     own = {axis.name: axis.lengths[name] for axis in axes}
-    plain = silo_data(silos, name, split.spec, axes)
     # four times the rows at most: a small silo in a bucket of large ones may have more, but no other padding
-    padded = silo_data(silos, name, split.spec, axes, {a: min(longest[a], 4 * own[a]) for a in own})
-    ours, theirs, size = both(*_point(split, seed, plain, padded), plain, padded)
+    lengths = {a: min(longest[a], 4 * own[a]) for a in own}
+    return silo_data(silos, name, split.spec, axes), silo_data(silos, name, split.spec, axes, lengths)
+
+
+def _differs(split: SplitModel, silos: Silos, name: str, seed: int) -> str:
+    """What is wrong in a silo; nothing, where its certificate holds."""
+    plain, padded = _both_data(split, silos, name)
+    arguments = (*_point(split, seed, plain, padded), plain, padded)
+    ahead.wait(_program(split, arguments))
+    ours, theirs, size = _both_of(split)(*arguments)
     tolerance = (1e-9 if ours.dtype == np.float64 else 2e-5) * (1 + float(size))
     ours, theirs = float(ours), float(theirs)
     if np.isfinite(theirs) and np.isfinite(ours) and abs(ours - theirs) <= tolerance:

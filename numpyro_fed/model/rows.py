@@ -108,17 +108,18 @@ def dims_of(split: SplitModel, site: str, group: Group) -> list[int] | None:
     return [dim for _, dim in along] if [axis for axis, _ in along] == [axis for axis, _ in group.axes] else None
 
 
-def add_aligned(split: SplitModel, terms: dict[str, Array], mask: dict[str, Array]) -> Array:
-    """Terms summed by row, with one more entry for those of no row: (rows + 1,). For aligned silos."""
+def add_aligned(split: SplitModel, terms: dict[str, Array], by_row: Array, mask: dict[str, Array]) -> Array:
+    """Terms less ``by_row``, summed by row, with one more entry for those of no row: (rows + 1,). For aligned silos."""
     group = split.groups[0]
-    total, rest = jnp.zeros(group.num_rows(mask)), jnp.zeros(())
+    rows, rest = [], jnp.zeros(())
     for site, term in terms.items():
         dims = dims_of(split, site, group)
         if dims is not None:
-            total = total + jnp.sum(jnp.moveaxis(term, dims, range(len(dims))).reshape(total.shape[0], -1), axis=1)
+            own = jnp.moveaxis(term, dims, range(len(dims))).reshape(group.num_rows(mask), -1)
+            rows.append(jnp.sum(own, axis=1))
         else:
             rest = rest + jnp.sum(term)
-    return jnp.append(total, rest)
+    return jnp.append(sum(rows[1:], rows[0]) - by_row if rows else -by_row, rest)
 
 
 def add_indexed(found: Components, terms: dict[str, Array], by_row: dict[str, Array], num: int) -> Array:

@@ -28,6 +28,7 @@ from numpyro.distributions.distribution import validation_enabled
 from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.data.padding import CallSpec, SiloData, cut
+from numpyro_fed.equations import fewer
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model import discrete as enum
 from numpyro_fed.model.discrete import resized
@@ -221,7 +222,7 @@ class SplitModel(NamedTuple):
 
     def once(self, function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
         """``function(self, *options, ...)``, for which the model is traced once per shapes, whoever asks."""
-        make = lambda: jax.jit(partial(function, self, *options), inline=True)
+        make = lambda: jax.jit(fewer(partial(function, self, *options)), inline=True)
         return remembered(make, function, ByIdentity(self), *options)
 
     def _densities(

@@ -64,6 +64,16 @@ class Normal(NamedTuple):
         spread = self.root @ eps if self.root.ndim == 2 else self.root * eps
         return self.mean + spread + jax.random.normal(common, self.factor.shape[:1], self.mean.dtype) @ self.factor
 
+    def drawn(self, rng: np.random.Generator, num: int) -> np.ndarray:
+        """So many draws by the host, float64 (num, d)."""
+        root = np.asarray(self.root, np.float64)
+        white = rng.normal(size=(num, self.dim))
+        own = np.asarray(self.mean, np.float64) + (white @ root.T if root.ndim == 2 else white * root)
+        if self.factor is None:
+            return own
+        factor = np.asarray(self.factor, np.float64)
+        return own + rng.normal(size=(num, len(factor))) @ factor
+
     def log_prob(self, z: Float[Array, " d"]) -> Float[Array, ""]:
         """Log density at a point."""
         if self.factor is None:

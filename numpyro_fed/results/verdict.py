@@ -26,7 +26,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import logsumexp
 
-from numpyro_fed.engines import ahead
+from numpyro_fed import ahead
 from numpyro_fed.host import real_dtype
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.split_model import SplitModel

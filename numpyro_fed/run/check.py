@@ -105,7 +105,7 @@ def _looked(
 ) -> Looks | None:
     """What the points do not see; None: interrupted."""
     theta, mean = posterior.theta(server), np.asarray(normal.mean, np.float64)
-    local = look_at_locals(runner, posterior, rows_of(runner.split, survey), server, states)
+    local = look_at_locals(runner, posterior, normal, rows_of(runner.split, survey), server, states)
     modes = None if local is None else look_for_modes(runner, marginal, normal, theta, evidence)
     if local is None or modes is None:
         return None

@@ -1,4 +1,4 @@
-"""Programs that a run will need, compiled beside what goes on before (:mod:`numpyro_fed.engines.ahead`)."""
+"""Programs that a run will need, compiled beside what goes on before (:mod:`numpyro_fed.ahead`)."""
 
 import jax
 

@@ -1,17 +1,20 @@
 """From a model and silos to what a method compiles from: the partition, the certificate, the survey."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from numpyro_fed import ahead
 from numpyro_fed.data.inputs import leaves, shared_digest
 from numpyro_fed.data.silos import Silos, at_silo
 from numpyro_fed.data.stack import Stack, stack_of
 from numpyro_fed.engines.base import Engine
 from numpyro_fed.engines.vmap import Vmap
-from numpyro_fed.host import real_dtype
+from numpyro_fed.host import real_dtype, undisturbed
 from numpyro_fed.memo import remembered
+from numpyro_fed.model import certificate
 from numpyro_fed.model.build import certified, uncertified
 from numpyro_fed.model.indices import beyond
 from numpyro_fed.model.split_model import SplitModel
@@ -48,15 +51,22 @@ def prepare(
     """
     some = silos.example() if silos.lazy else silos
     make = lambda: uncertified(model, some, local, shared)
-    certify = getattr(engine, "certified", certified)  # where the data are elsewhere, there
-    split, failed = certify(remembered(make, "split", model, local, shared, signature(some)), some)
+    divided = remembered(make, "split", model, local, shared, signature(some))
+    certify = getattr(engine, "certified", None)  # where the data are elsewhere, there
+    engine = Vmap() if engine is None or engine.reads_store else engine  # of a store, its example is in memory
+    stack = stack_of(silos, some, divided.spec, divided.partition.axes)
+    if certify is None and ahead.worthwhile():
+        certificate.begin(divided, some)
+        with suppress(Exception), undisturbed():  # said when it is done in its turn
+            surveys.begun(divided, stack, engine, batch_size(divided))
+    split, failed = (certify or certified)(divided, some)
     if silos.lazy and split.groups:
         raise PartitionError(
             f"the model has local latents ({', '.join(split.partition.local_sites)}), and silos of a store keep "
             "nothing of theirs between rounds: hold the data in memory, nf.Silos"
         )
-    stack = stack_of(silos, some, split.spec, split.partition.axes)
-    engine = Vmap() if engine is None or engine.reads_store else engine  # of a store, its example is in memory
+    if split is not divided:
+        stack = stack_of(silos, some, split.spec, split.partition.axes)
     answers, sent = surveys.take(split, stack, engine, batch_size(split), meanwhile)
     asked = stack.example.names
     for told, message in ((answers.supported, outside), (answers.in_range, beyond)):

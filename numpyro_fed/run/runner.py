@@ -11,11 +11,11 @@ import jax
 import numpy as np
 from tqdm.auto import tqdm
 
-from numpyro_fed import schedules
+from numpyro_fed import ahead, schedules
 from numpyro_fed.algorithm import Left, Phase, PyTree
 from numpyro_fed.checks import check_cohorts, warn_user
 from numpyro_fed.data.stack import Stack
-from numpyro_fed.engines import ahead, wire
+from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import Engine, Sent, one_state, sent
 from numpyro_fed.engines.hearing import Gone, inner, within
 from numpyro_fed.engines.stale import current, held, stale

@@ -22,6 +22,7 @@ import numpy as np
 
 from numpyro_fed.algorithm import Broadcast, Cohort, FederatedAlgorithm
 from numpyro_fed.data.padding import SiloData
+from numpyro_fed.equations import works
 from numpyro_fed.host import put, real_dtype, zeros_like
 from numpyro_fed.local.conditional import LocalLaplace
 from numpyro_fed.local.integrate import Marginal, silo_factor, start_frame
@@ -30,7 +31,7 @@ from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.matrices import lower_half, symmetric
 from numpyro_fed.normal.newton import Search, advance, derivatives
-from numpyro_fed.precision import finite, works
+from numpyro_fed.precision import finite
 from numpyro_fed.run.mode import JITTER, MAX_DIM, NODES
 
 Array = jax.Array

@@ -98,6 +98,16 @@ def _algorithm(split: SplitModel, batch_size: int | None, num: int, like: SiloDa
     )
 
 
+def begun(split: SplitModel, stack: Stack, engine: Engine, batch_size: int | None) -> tuple[Runner, Phase, tuple]:
+    """The survey over these silos, whose program is being compiled, and their states: they have none."""
+    asked = stack.example
+    phase = survey_phase(split, batch_size, asked)
+    runner = Runner(engine, key_of(KEY), asked, split, as_schedule(None), False, "")
+    states: tuple = tuple(() for _ in asked.buckets)
+    foresee(runner, phase, scheduled=False, shapes=(shapes_of(phase.algorithm.init, None), states))
+    return runner, phase, states
+
+
 def take(
     split: SplitModel,
     stack: Stack,
@@ -109,11 +119,7 @@ def take(
 
     ``meanwhile`` is done while the program is compiled; what is wrong there is said when it is done in its turn.
     """
-    asked = stack.example
-    phase = survey_phase(split, batch_size, asked)
-    runner = Runner(engine, key_of(KEY), asked, split, as_schedule(None), False, "")
-    states: tuple = tuple(() for _ in asked.buckets)
-    foresee(runner, phase, scheduled=False, shapes=(shapes_of(phase.algorithm.init, None), states))
+    asked, (runner, phase, states) = stack.example, begun(split, stack, engine, batch_size)
     with suppress(Exception), undisturbed():
         meanwhile(runner)
     left, _ = runner.run((phase,), Left(), states, None)

@@ -14,13 +14,14 @@ import numpy as np
 
 from numpyro_fed.algorithm import Begun, Broadcast, Cohort, FederatedAlgorithm, Left, Phase, Posterior
 from numpyro_fed.data.padding import SiloData
+from numpyro_fed.equations import works
 from numpyro_fed.host import put, zeros_like
 from numpyro_fed.local.integrate import Marginal, choose, silo_factor, start_frame
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
-from numpyro_fed.precision import in_x64, works
+from numpyro_fed.precision import in_x64
 from numpyro_fed.run.runner import Runner
 
 Array = jax.Array

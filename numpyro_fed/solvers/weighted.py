@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import logsumexp
 
+from numpyro_fed.equations import works
 from numpyro_fed.local.integrate import Factor
 from numpyro_fed.normal import affine
 from numpyro_fed.normal.families import Family, Natural
 from numpyro_fed.normal.points import normal_points
-from numpyro_fed.precision import alongside, to_user_dtype, tree_where, works
+from numpyro_fed.precision import alongside, to_user_dtype, tree_where
 from numpyro_fed.solvers import newton
 from numpyro_fed.solvers.base import BaseSolver, Projection, Tilted
 

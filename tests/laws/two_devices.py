@@ -14,11 +14,12 @@ from table import METHODS, silos_for
 from tiers import tiers
 
 import numpyro_fed as nf
+from numpyro_fed import ahead
 from numpyro_fed.algorithm import Broadcast, FederatedAlgorithm
 from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.padding import call_spec
 from numpyro_fed.data.stack import Bucket, Stack
-from numpyro_fed.engines import ahead, vmap
+from numpyro_fed.engines import vmap
 from numpyro_fed.run import checkpoint
 
 Sharded, Vmap = nf.engines.Sharded, nf.engines.Vmap
