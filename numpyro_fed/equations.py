@@ -83,6 +83,8 @@ class _Evaluation:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
+        if eqn.effects or not eqn.outvars:
+            return _bound(eqn, ins)
         if _is_small_call(eqn):
             inner = eqn.params["jaxpr"]
             return self.run(inner.jaxpr, inner.consts, ins)
@@ -95,7 +97,7 @@ class _Evaluation:
 
     def _in_another_shape(self, eqn: JaxprEqn, value: Any) -> Any:
         """Through however many shapes it went before."""
-        aval, root = eqn.outvars[0].aval, self._roots.get(id(value), value)
+        aval, root = _of(eqn.outvars[0]), self._roots.get(id(value), value)
         if _alike(root, aval):
             return root
         key = "in another shape", id(root), aval.shape
@@ -107,7 +109,7 @@ class _Evaluation:
         return out
 
     def _once(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
-        key = None if eqn.effects else _key(eqn, ins)
+        key = _key(eqn, ins)
         if key is None:
             return _bound(eqn, ins)
         if key not in self._seen:
@@ -148,7 +150,7 @@ def _is_small_call(eqn: JaxprEqn) -> bool:
 
 def _same(eqn: JaxprEqn, ins: list[Any]) -> Any:
     """What the equation gives, where that is what it takes; None where it is not, or not to the last bit."""
-    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    name, out = eqn.primitive.name, _of(eqn.outvars[0])
     first = next(iter(ins), None)
     if name in ("sub", "mul", "div") and len(ins) == 2:
         none = 0 if name == "sub" else 1
@@ -165,7 +167,7 @@ def _is_another_shape(eqn: JaxprEqn) -> bool:
     name, params = eqn.primitive.name, eqn.params
     if len(eqn.invars) != 1 or not hasattr(eqn.invars[0].aval, "shape"):
         return False
-    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    before, after = _of(eqn.invars[0]), _of(eqn.outvars[0])
     if before.dtype != after.dtype or before.size != after.size:
         return False
     if name in ("reshape", "squeeze"):
@@ -191,7 +193,7 @@ def _key(eqn: JaxprEqn, ins: list[Any]) -> Hashable | None:
 
 def _alike(value: Any, aval: Any) -> bool:
     """Whether a value has a shape and type, and gives way to other types as it would."""
-    own = value.aval if isinstance(value, Literal) else jax.typeof(value)
+    own = _of(value) if isinstance(value, Literal) else jax.typeof(value)
     weak = getattr(own, "weak_type", False) == getattr(aval, "weak_type", False)
     return getattr(own, "shape", None) == aval.shape and own.dtype == aval.dtype and weak
 
@@ -202,4 +204,9 @@ def _is_number(value: Any, number: int) -> bool:
 
 def _value(literal: Literal) -> Any:
     weak = getattr(literal.aval, "weak_type", False)
-    return literal.val if weak else np.asarray(literal.val, literal.aval.dtype)
+    return literal.val if weak else np.asarray(literal.val, _of(literal).dtype)
+
+
+def _of(atom: Any) -> Any:
+    """The shape and type of an atom."""
+    return atom.aval

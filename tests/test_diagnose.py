@@ -16,7 +16,7 @@ from numpyro_fed.data.axis import Axis
 from numpyro_fed.data.padding import call_spec
 from numpyro_fed.data.stack import Stack, stack_of
 from numpyro_fed.engines.vmap import Vmap
-from numpyro_fed.run.diagnose import all_finite, last_good
+from numpyro_fed.run.diagnose import PATIENCE, REFUSED, all_finite, first_bad, last_good
 
 KEY = jax.random.key(0)
 
@@ -110,3 +110,43 @@ def test_the_last_good_state_is_a_fit(schedule: str | None) -> None:
     assert told.value.fit.state.round == 3
     heard = 2 if schedule is None else 1  # silos in a round, each with a sum of 2
     np.testing.assert_allclose(told.value.fit.sample(KEY, 2)["mu"], 3 * 2 * heard)
+
+
+def edged(y: Any) -> None:
+    """Beyond 1.9 there is no density, which is 2.9 % of the draws; elsewhere the posterior is the prior."""
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(0 * jnp.log(1.9 - mu), 1), obs=y)
+
+
+def test_a_draw_where_nothing_is_finite_is_left_out() -> None:
+    """Nothing moves in its round; where there are many, the verdict says so."""
+    silos = nf.Silos([dict(y=np.array([0.3], np.float32)), dict(y=np.array([0.6], np.float32))])
+    method = nf.SFVI(edged)
+    with pytest.warns(nf.VerdictWarning):
+        fit = method.run(KEY, silos, 600, progress_bar=False, check=False)
+    lost = ~np.isfinite(fit.history["loss"])
+    expected = 600 * 0.0287  # +- 4.1; q is a little narrower without these draws
+    assert expected - 16 < lost.sum() < expected + 13
+    assert 0.8 < np.std(fit.sample(KEY, 1000)["mu"]) < 1.1
+    assert fit.verdict.status in ("still moving", "not to be trusted")
+    assert any("of the rounds the density or its gradient was not finite" in why for why in fit.verdict.reasons)
+
+
+@pytest.mark.parametrize(
+    ("refused", "bad"),
+    [
+        ([0] * 50, None),
+        ([1] + [0] * 49, None),
+        ([0] * 10 + [1] * (PATIENCE - 1) + [0] * 10, None),
+        ([0] * 10 + [1] * PATIENCE + [0] * 10, 10),
+        ([1] * 5, 0),  # all there are
+        ([0, 1, 1], None),
+    ],
+)
+def test_how_long_rounds_may_stand_still(refused: list[int], bad: int | None) -> None:
+    flags = np.array(refused, bool)
+    info = {"loss": np.where(flags, np.nan, 1.0), REFUSED: flags}
+    assert first_bad((np.zeros(1), (), info), len(flags)) == bad
+    lost = {"loss": np.where(np.arange(len(flags)) == 2, np.inf, 1.0), REFUSED: flags & False}
+    assert first_bad((np.zeros(1), (), lost), len(flags)) == 2  # a loss for which nothing was refused

@@ -216,7 +216,7 @@ def _chosen(goes_on: Any, *values: Any) -> list[Any]:
 
 
 def _stretch(eqns: Sequence[JaxprEqn]) -> Stretch:
-    jaxpr = as_jaxpr(eqns)
+    jaxpr: Any = as_jaxpr(eqns)
     return Stretch(jaxpr, tuple(jaxpr.invars), tuple(jaxpr.outvars))
 
 

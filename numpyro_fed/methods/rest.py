@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.algorithm import Left
+from numpyro_fed.run.diagnose import REFUSED
 
 BLOCKS = 3  # each twice as long as the one before
 FEWEST = 40  # rounds that tell a trend from noise
@@ -22,12 +23,14 @@ LATEST = 512  # rounds whose losses are compared
 BEYOND_NOISE, FELL = 4.0, 0.05  # standard errors, and nats: a twentieth moves a mean by a third of an sd
 STRETCHES = 10  # of half a block
 FAR, BEYOND_ERROR = 0.05, 4.0  # sds, and standard errors
+OFTEN = 0.01  # of the rounds
 MOST_WATCHED = 1000  # dimensions in which every round's mean is kept
 
 
 def still_falling(losses: np.ndarray) -> str:
     """A reason, where the loss fell beyond its noise from the first to the second half of the last rounds."""
-    losses = np.asarray(losses, np.float64)[-LATEST:]
+    losses = np.asarray(losses, np.float64)
+    losses = losses[np.isfinite(losses)][-LATEST:]
     if len(losses) < FEWEST:
         return ""
     halves = np.array_split(losses, 2)
@@ -68,8 +71,21 @@ def at_rest(left: Left, server: Any, info: dict[str, Any]) -> Left:
     found = [still_falling(info["loss"])]
     if "_mean" in info:
         found.append(still_drifting(info["_mean"], white_sds(server.params)))
-    reasons = tuple(reason for reason in found if reason)
-    return left._replace(reasons=(*left.reasons, *reasons), moving=left.moving or bool(reasons))
+    moving = any(found)
+    reasons = (reason for reason in (*found, often_refused(info)) if reason)
+    return left._replace(reasons=(*left.reasons, *reasons), moving=left.moving or moving)
+
+
+def often_refused(info: dict[str, Any]) -> str:
+    """A reason, where more than a few rounds' gradients were not finite: draws that count were left out."""
+    share = float(np.mean(info.get(REFUSED, 0.0)))
+    if share <= OFTEN:
+        return ""
+    return (
+        f"in {share:.0%} of the rounds the density or its gradient was not finite at the draws, and nothing moved: the "
+        "posterior without these draws is another. Call numpyro.enable_x64() first, or keep the distributions' "
+        "parameters from the edges of their supports (logits= instead of probs=)"
+    )
 
 
 def watched(params: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from numpyro_fed.methods.rest import watched
 from numpyro_fed.model.initial import initial
 from numpyro_fed.model.rows import Components, components_of
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.precision import finite, tree_where
+from numpyro_fed.run.diagnose import REFUSED
 
 Array = jax.Array
 
@@ -162,7 +164,7 @@ def step_parts(
             return message, silo
         downhill = jax.tree.map(lambda leaf: -jnp.mean(leaf, axis=0), found.params)
         params, opt_state = silo_optim.step(downhill, silo.opt_state, silo.params, params, taken)
-        return message, silo._replace(params=params, opt_state=opt_state)
+        return message, tree_where(finite(downhill), silo._replace(params=params, opt_state=opt_state), silo)
 
     def update(server: SFVIServer, eps: Array, silos: SFVIMessage) -> tuple[SFVIServer, dict]:
         _, pull_context = jax.vjp(lambda params: context_of(params, server.base), server.params)
@@ -180,7 +182,11 @@ def step_parts(
     def step(
         server: SFVIServer, eps: Array, by_z: Array, by_params: dict, by_theta: dict, log_silos: Array
     ) -> tuple[SFVIServer, dict]:
-        """Uphill: the prior's gradients and the silos', those in z_G pulled back through the guide."""
+        """Uphill: the prior's gradients and the silos', those in z_G pulled back through the guide.
+
+        Draws may fall where a density is beyond the numbers of a computer (a sigmoid of 20 is 1 in float32): then
+        nothing moves, and the next round draws others.
+        """
         (z, log_q), pull = jax.vjp(lambda params: paths(params, server.base, eps), server.params)
 
         def prior(z: Array, theta: dict) -> Array:
@@ -193,7 +199,9 @@ def step_parts(
         downhill = jax.tree.map(jnp.negative, (g_params, g_theta))
         updates, opt_state = optim.update(downhill, server.opt_state, (server.params, server.theta))
         params, theta = jax.tree.map(lambda p, u: p + u, (server.params, server.theta), updates)
-        server = server._replace(params=params, theta=theta, opt_state=opt_state)
-        return server, {"loss": jnp.mean(log_q) - value - log_silos, **watched(params)}
+        loss = jnp.mean(log_q) - value - log_silos
+        fine = finite((loss, downhill))
+        server = tree_where(fine, server._replace(params=params, theta=theta, opt_state=opt_state), server)
+        return server, {"loss": jnp.where(fine, loss, jnp.nan), REFUSED: ~fine, **watched(server.params)}
 
     return Parts(init, init_silo, draws, sent_at, silo_step, update, pulled, moved)

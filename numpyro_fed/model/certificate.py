@@ -61,7 +61,7 @@ def begin(split: SplitModel, silos: Silos) -> None:
         plain, padded = _both_data(split, silos, name)
         arguments = (*_point(split, 0, plain, padded), plain, padded)
         with suppress(Exception), at_silo(name):  # said when it is asked for
-            ahead.begin(_program(split, arguments), lambda arguments=arguments: _both_of(split).lower(*arguments))
+            ahead.begin(_program(split, arguments), partial(_both_of(split).lower, *arguments))
 
 
 def _program(split: SplitModel, arguments: tuple) -> Hashable:

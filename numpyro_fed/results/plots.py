@@ -131,7 +131,10 @@ def _column(ax: Any, name: str, values: np.ndarray, start: np.ndarray) -> None:
     ax.plot(rounds, values, color=BLUE, marker=_mark(rounds), **thin)
     if many:
         width = max(len(later) // 50, 1)
-        mean = np.convolve(later, np.full(width, 1 / width), mode="valid")
+        known = np.isfinite(later)  # a round in which nothing moved has no loss
+        mean = np.convolve(
+            np.interp(np.arange(len(later)), np.flatnonzero(known), later[known]), np.full(width, 1 / width), "valid"
+        )
         ax.plot(rounds[~start][width - 1 :], mean, color=BLUE, linewidth=1.6)
     ax.set_title(MEANINGS.get(name, name), fontsize="medium", loc="left")
     if name in ON_A_LOG_SCALE and np.any(later > 0):

@@ -68,7 +68,7 @@ def _facts(fit: Fitted) -> dict[str, str]:
     }
     if "loss" in fit.history:
         losses = fit.history["loss"]
-        facts["loss"] = f"{np.mean(losses[-min(100, max(1, len(losses) // 10)) :]):.4g}"  # one alone may be noisy
+        facts["loss"] = f"{np.nanmean(losses[-min(100, max(1, len(losses) // 10)) :]):.4g}"  # one alone may be noisy
     if fit.correction is not None:
         facts["correction"] = repr(fit.correction)
     verdict = fit.verdict

@@ -15,6 +15,9 @@ from numpyro_fed.engines.stale import current
 from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 from numpyro_fed.model.split_model import SplitModel
 
+REFUSED = "_refused"  # of a round's row: its gradients were not finite, and nothing moved
+PATIENCE = 20  # such rounds, one after another
+
 
 class NonFiniteError(FloatingPointError):
     """The loss stopped being a number. ``fit`` is the last good state."""
@@ -37,10 +40,18 @@ def all_finite(tree: PyTree) -> bool:
 
 
 def first_bad(after: tuple[PyTree, tuple, dict[str, np.ndarray]], count: int) -> int | None:
-    """The first of a chunk's rounds whose loss is not finite; ``count``: all are, and the server's state is not."""
-    bad = np.flatnonzero(~np.isfinite(after[2]["loss"]))
-    if bad.size:
-        return int(bad[0])
+    """The first of a chunk's rounds whose loss is not finite; ``count``: all are, and the server's state is not.
+
+    A round in which nothing moved for that reason is bad where as many as :data:`PATIENCE` others follow, or all.
+    """
+    refused = np.asarray(after[2].get(REFUSED, np.zeros(count, bool)))
+    least, waiting = min(PATIENCE, count), 0
+    for i, loss in enumerate(after[2]["loss"]):
+        waiting = waiting + 1 if refused[i] else 0
+        if waiting >= least:
+            return i - waiting + 1
+        if not (refused[i] or np.isfinite(loss)):
+            return i
     return None if all_finite(after[0]) else count  # a loss can be that of the round's beginning
 
 

@@ -195,7 +195,7 @@ def foresee_locals(runner: Runner, posterior: Posterior, rows: str, rounds: Phas
 
         with jax.enable_x64(True):  # elsewhere a shape of float64 is cut to float32
             theta, context = shapes_of(sent, server)
-        z = jax.ShapeDtypeStruct((GLOBALS, split.dim), real_dtype())
+        z: Any = jax.ShapeDtypeStruct((GLOBALS, split.dim), real_dtype())
         begun = LocalsServer(z, theta, context, _unknown(split))
         foresee(runner, _phase(runner, posterior, rows), scheduled=False, shapes=(begun, states))
 

@@ -237,7 +237,7 @@ class Runner:
                     rows, recent = [*rows, info], [*recent, info]
                     done, since = at.done + count, at.since
                     if "loss" in info:
-                        bar.set_postfix(loss=f"{float(np.mean(info['loss'][-100:])):.4g}")
+                        bar.set_postfix(loss=f"{float(np.nanmean(info['loss'][-100:])):.4g}")
                     finished = done == total
                     if done == end:  # a whole chunk
                         looks = done % look == 0 and not finished
