@@ -1,5 +1,6 @@
 """From a model and its silos to a split model."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -45,12 +46,15 @@ def uncertified(model: Model, silos: Silos, local: Any, shared: Any) -> SplitMod
     return from_spec(model, part, call_spec(silos, part.axes), shared_arrays(silos))
 
 
-def certified(split: SplitModel, silos: Silos) -> tuple[SplitModel, PartitionError | None]:
+def certified(
+    split: SplitModel, silos: Silos, meanwhile: Callable[[], object] = lambda: None
+) -> tuple[SplitModel, PartitionError | None]:
     """The split, and what its certificate says where it does not hold: impossible observations may be to blame.
 
-    Silos of equal size are padded for speed alone: where rows mix, they need not be.
+    Silos of equal size are padded for speed alone: where rows mix, they need not be. ``meanwhile`` is done while the
+    certificate's programs are compiled.
     """
-    failed = certify(split, silos)
+    failed = certify(split, silos, meanwhile=meanwhile)
     if failed is None or not _equal(split):
         return split, failed
     plain = unpadded(split)

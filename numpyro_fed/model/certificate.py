@@ -3,8 +3,7 @@
 Where it is not, the error names the site, and why.
 """
 
-from collections.abc import Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -40,28 +39,34 @@ DRAWN = np.arange(
 )  # keys of the discrete values at which a split is checked: few rows might have equal values
 
 
-def certify(split: SplitModel, silos: Silos, max_silos: int = ASKED, seed: int = 0) -> PartitionError | None:
+def certify(
+    split: SplitModel,
+    silos: Silos,
+    max_silos: int = ASKED,
+    seed: int = 0,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> PartitionError | None:
     """Check on real silos that log_prior + log_silo is NumPyro's own log density of the unpadded model.
 
     The padded split is evaluated at a random point with random values in the padded rows; NumPyro evaluates the
     unpadded model at the same point, and at discrete values drawn row by row. Each silo does so in its own room, and
-    tells whether the two agree. Returns an error that names the sites that differ, if any.
+    tells whether the two agree. Returns an error that names the sites that differ, if any. ``meanwhile`` is done while
+    the programs are compiled.
     """
+    asked = {}
     for name in certifying(silos, split.partition.axes, max_silos, seed):
         with at_silo(name):
-            failed = _differs(split, silos, name, seed)
+            plain, padded = _both_data(split, silos, name)
+            asked[name] = (*_point(split, seed, plain, padded), plain, padded)
+            if ahead.worthwhile():
+                ahead.begin(_program(split, asked[name]), partial(_both_of(split).lower, *asked[name]))
+    meanwhile()
+    for name, arguments in asked.items():
+        with at_silo(name):
+            failed = _differs(split, name, arguments, seed)
         if failed:
             return PartitionError(failed)
     return None
-
-
-def begin(split: SplitModel, silos: Silos) -> None:
-    """Begin to compile what :func:`certify` will ask for."""
-    for name in certifying(silos, split.partition.axes):
-        plain, padded = _both_data(split, silos, name)
-        arguments = (*_point(split, 0, plain, padded), plain, padded)
-        with suppress(Exception), at_silo(name):  # said when it is asked for
-            ahead.begin(_program(split, arguments), partial(_both_of(split).lower, *arguments))
 
 
 def _program(split: SplitModel, arguments: tuple) -> Hashable:
@@ -84,17 +89,15 @@ def _both_data(split: SplitModel, silos: Silos, name: str) -> tuple[SiloData, Si
     return silo_data(silos, name, split.spec, axes), silo_data(silos, name, split.spec, axes, lengths)
 
 
-def _differs(split: SplitModel, silos: Silos, name: str, seed: int) -> str:
+def _differs(split: SplitModel, name: str, arguments: tuple, seed: int) -> str:
     """What is wrong in a silo; nothing, where its certificate holds."""
-    plain, padded = _both_data(split, silos, name)
-    arguments = (*_point(split, seed, plain, padded), plain, padded)
     ahead.wait(_program(split, arguments))
     ours, theirs, size = _both_of(split)(*arguments)
     tolerance = (1e-9 if ours.dtype == np.float64 else 2e-5) * (1 + float(size))
     ours, theirs = float(ours), float(theirs)
     if np.isfinite(theirs) and np.isfinite(ours) and abs(ours - theirs) <= tolerance:
         return ""
-    return _explain(split, name, plain, padded, seed, ours, theirs)
+    return _explain(split, name, arguments[-2], arguments[-1], seed, ours, theirs)
 
 
 def certifying(silos: Silos, axes: tuple[Axis, ...], count: int = ASKED, seed: int = 0) -> list[str]:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numpyro_fed import ahead
 from numpyro_fed.data.inputs import leaves, shared_digest
 from numpyro_fed.data.silos import Silos, at_silo
 from numpyro_fed.data.stack import Stack, stack_of
@@ -14,7 +13,6 @@ from numpyro_fed.engines.base import Engine
 from numpyro_fed.engines.vmap import Vmap
 from numpyro_fed.host import real_dtype, undisturbed
 from numpyro_fed.memo import remembered
-from numpyro_fed.model import certificate
 from numpyro_fed.model.build import certified, uncertified
 from numpyro_fed.model.indices import beyond
 from numpyro_fed.model.split_model import SplitModel
@@ -52,14 +50,15 @@ def prepare(
     some = silos.example() if silos.lazy else silos
     make = lambda: uncertified(model, some, local, shared)
     divided = remembered(make, "split", model, local, shared, signature(some))
-    certify = getattr(engine, "certified", None)  # where the data are elsewhere, there
+    elsewhere = getattr(engine, "certified", None)  # where the data are
     engine = Vmap() if engine is None or engine.reads_store else engine  # of a store, its example is in memory
     stack = stack_of(silos, some, divided.spec, divided.partition.axes)
-    if certify is None and ahead.worthwhile():
-        certificate.begin(divided, some)
-        with suppress(Exception), undisturbed():  # said when it is done in its turn
+
+    def ahead() -> None:
+        with suppress(Exception), undisturbed():  # what is wrong is said when it is done in its turn
             surveys.begun(divided, stack, engine, batch_size(divided))
-    split, failed = (certify or certified)(divided, some)
+
+    split, failed = certified(divided, some, ahead) if elsewhere is None else elsewhere(divided, some)
     if silos.lazy and split.groups:
         raise PartitionError(
             f"the model has local latents ({', '.join(split.partition.local_sites)}), and silos of a store keep "

@@ -89,9 +89,9 @@ def test_a_store_is_read_in_its_silos_rooms() -> None:
 def test_the_certificate_is_looked_at_in_its_silo_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     rooms, original = [], certificate._differs
 
-    def looked_at(split, silos, name, seed):
+    def looked_at(split, name, arguments, seed):
         rooms.append((name, inside()))
-        return original(split, silos, name, seed)
+        return original(split, name, arguments, seed)
 
     monkeypatch.setattr(certificate, "_differs", looked_at)
     prepared = nf.EP(counties).prepare(sealed(silos_for(counties)))
