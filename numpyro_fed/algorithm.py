@@ -230,7 +230,7 @@ class Posterior(Protocol):
       run is over and it is elsewhere: all that draws need, and no other's entry.
     - ``reads_data`` (bool): locals are read off the data by an encoder or a guide function, and so are not drawn
       without them; ``inputs``: the names of the arguments that an encoder reads.
-    - ``local_context``, ``sample_local_with_log_prob`` and ``local_program``
+    - ``local_context``, ``sample_local_with_log_prob``, ``local_from_normals`` and ``local_program``
       (:class:`numpyro_fed.run.locals.HasLocals`): the locals' density given the globals, so that a run's check can
       look at them, too.
     - ``marginal`` (:class:`numpyro_fed.local.integrate.Marginal`): how locals were integrated out; a correction takes

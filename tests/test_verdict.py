@@ -185,3 +185,32 @@ def test_constrained_scalars_are_what_is_compared() -> None:
 
 def test_a_given_posterior_has_the_four_functions() -> None:
     assert isinstance(Given(), nf.Posterior)
+
+
+def test_what_does_not_vary_is_no_finding() -> None:
+    """Numbers that are the same at all points, by construction or by rounding."""
+    rng = np.random.default_rng(0)
+    values = np.stack([rng.normal(size=64), np.full(64, 0.1), np.zeros(64)], axis=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        found = change(values, rng.normal(size=64), rng.normal(size=64))
+        assert not np.any(found.outside[1:]) and found.outside.shape == (3,)
+    np.testing.assert_allclose(found.ratio[1:], 1)
+    np.testing.assert_allclose([*found.shift[1:], *found.shift_error[1:], *found.ratio_error[1:]], 0, atol=1e-12)
+
+
+def correlated(y: Any) -> None:
+    root = numpyro.sample("root", dist.LKJCholesky(2, 2.0))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.MultivariateNormal(0.0, scale_tril=root), obs=y)
+
+
+def test_a_matrix_with_fixed_elements_is_trusted() -> None:
+    """A Cholesky factor of correlations begins with 1 and 0, whatever the data are."""
+    rng = np.random.default_rng(0)
+    rows = rng.multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]], size=60).astype(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit = nf.EP(correlated).run(KEY, nf.split(np.arange(60) % 2, y=rows), progress_bar=False)
+    assert fit.verdict.status == "trusted", fit.verdict
+    np.testing.assert_allclose(fit.verdict.table.loc[["root[0, 0]", "root[0, 1]"], "sd_ratio"].astype(float), 1)

@@ -18,7 +18,7 @@ from numpyro_fed.results.importance import pareto_k, pareto_smoothed
 from numpyro_fed.results.looks import LocalLook, Looks, ModesLook
 from numpyro_fed.results.verdict import Evidence, Verdict, globals_at, judged
 from numpyro_fed.run.check import checked
-from numpyro_fed.run.locals import HasLocals
+from numpyro_fed.run.locals import HasLocals, fixed_points
 from numpyro_fed.run.runner import Runner
 from numpyro_fed.schedules import as_schedule
 
@@ -225,3 +225,49 @@ def test_theta_off_its_maximum_is_a_reason(off: float) -> None:
     assert look.names == ("s",) and found.ok is (off == 0), found
     if off:
         assert "standard errors away in s (numpyro.param)" in found.reasons[0]
+
+
+class AtFixedPoints(Intercepts):
+    """The same, made of standard normals."""
+
+    def local_from_normals(self, eps: Any, z: Any, context: Any, silo: Any, data: Any) -> tuple[dict, dict]:
+        (y,), sd, white = data.args, np.sqrt(0.5), eps["units"][:, 0]
+        mean = ((z[0] + y) / 2).at[self.rows].add(self.off * sd)
+        log_q = -0.5 * white**2 - 0.5 * jnp.log(2 * jnp.pi) - jnp.log(sd)
+        (mask,) = data.mask.values()
+        return {"units": (mean + sd * white)[:, None]}, {"units": jnp.where(mask, log_q, 0.0)}
+
+
+def test_locals_at_fixed_points_say_what_drawn_ones_say() -> None:
+    """Nothing is drawn, so the key does not matter; rows that are off are found, and no others."""
+    found = [verdict(intercepts, SILOS, AtFixedPoints(3.0, slice(0, 2)), RIGHT)[0] for _ in range(2)]
+    drawn, _, _ = verdict(intercepts, SILOS, Intercepts(3.0, slice(0, 2)), RIGHT)
+    assert found[0].table.loc["units", "low_share"] == drawn.table.loc["units", "low_share"] == 6 / 21
+    assert found[0].table.loc["units", "pareto_k"] == found[1].table.loc["units", "pareto_k"]
+    right, _, _ = verdict(intercepts, SILOS, AtFixedPoints(0.0), RIGHT)
+    assert right.ok and right.table.loc["units", "low_share"] == 0
+
+
+def test_where_points_are_fixed() -> None:
+    """Rows that meet need numbers of their own, and so do more latents than there are points."""
+    split = nf.EP(intercepts).prepare(SILOS).split
+    assert fixed_points(split, AtFixedPoints(0.0), "aligned", 128).shape == (128, 1)
+    assert fixed_points(split, AtFixedPoints(0.0), "whole", 128) is None
+    assert fixed_points(split, AtFixedPoints(0.0), "aligned", 1) is None
+    assert fixed_points(split, Intercepts(0.0), "aligned", 128) is None
+
+
+def test_the_row_that_is_worst_tells_its_own_k() -> None:
+    """Weights of a normal half as wide as the conditional have no variance; k is that row's, and not noise."""
+
+    class Narrow(AtFixedPoints):
+        def local_from_normals(self, eps: Any, z: Any, context: Any, silo: Any, data: Any) -> tuple[dict, dict]:
+            (y,), white = data.args, eps["units"][:, 0]
+            sd = jnp.full(y.shape, np.sqrt(0.5)).at[0].multiply(0.4)
+            log_q = -0.5 * white**2 - 0.5 * jnp.log(2 * jnp.pi) - jnp.log(sd)
+            (mask,) = data.mask.values()
+            return {"units": ((z[0] + y) / 2 + sd * white)[:, None]}, {"units": jnp.where(mask, log_q, 0.0)}
+
+    wide, narrow = (verdict(intercepts, SILOS, given, RIGHT)[0] for given in (AtFixedPoints(0.0), Narrow(0.0)))
+    # log w grows as white^2 / 2 * (1 - .16): w has a Pareto tail with k = .84
+    assert narrow.table.loc["units", "pareto_k"] > 0.5 > wide.table.loc["units", "pareto_k"]

@@ -104,11 +104,21 @@ class GuidePosterior:
         self, key: Key, z: Array, context: tuple[Any, dict[str, Any]], silo: PyTree, data: SiloData
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         split, guide, own = self.split, self.guide, self.own(silo)
-        centre, theta = context
         if guide.arbitrary:
+            centre, theta = context
             return guide.draw_with_density(key, split, own.params, own.base, z, centre, theta, data)
-        given = guide.condition(own.params, own.base, z, centre, data)
         eps = jax.tree.map(lambda leaf: leaf[0], conditional.draw_rows(key, split, data.mask, 1))
+        return self._from_normals(eps, z, context, silo, data)
+
+    @property
+    def local_from_normals(self) -> Any:
+        return None if self.guide.arbitrary else self._from_normals
+
+    def _from_normals(
+        self, eps: dict[str, Array], z: Array, context: tuple[Any, dict[str, Any]], silo: PyTree, data: SiloData
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        split, guide, own, (centre, theta) = self.split, self.guide, self.own(silo), context
+        given = guide.condition(own.params, own.base, z, centre, data)
         spread = conditional.spread(given, eps)
         z_local = jax.tree.map(jnp.add, given.loc, spread)
         active = split.evaluate(z, z_local, theta, data).active

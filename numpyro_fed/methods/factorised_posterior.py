@@ -66,8 +66,13 @@ class SitesPosterior:
     def sample_local_with_log_prob(
         self, key: Key, z: Array, context: tuple, silo: PyTree, data: SiloData
     ) -> tuple[dict[str, Array], dict[str, Array]]:
+        eps = jax.tree.map(lambda leaf: leaf[0], draw_rows(key, self.split, data.mask, 1))
+        return self.local_from_normals(eps, z, context, silo, data)
+
+    def local_from_normals(
+        self, eps: dict[str, Array], z: Array, context: tuple, silo: PyTree, data: SiloData
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
         split, own = self.split, silo.local_posterior
-        eps = jax.tree.map(lambda leaf: leaf[0], draw_rows(key, split, data.mask, 1))
         z_local = own.at(z, eps)
         return z_local, own.log_prob(eps, split.evaluate(z, z_local, split.theta, data).active)
 

@@ -129,6 +129,8 @@ def change(values: np.ndarray, log_p: np.ndarray, log_q: np.ndarray) -> Change:
     >>> found = change(z, -z[:, 0] ** 2, -z[:, 0] ** 2)
     >>> found.shift.tolist(), found.ratio.tolist()
     ([0.0], [1.0])
+
+    A number that is the same at all points (a constant, or a sigmoid that is one in float32) moves nowhere.
     """
     p, q = (np.exp(log - logsumexp(log)) for log in (log_p, log_q))
     mean_p, mean_q = p @ values, q @ values
@@ -137,6 +139,8 @@ def change(values: np.ndarray, log_p: np.ndarray, log_q: np.ndarray) -> Change:
     tiny = np.finfo(float).tiny
     var_q = np.maximum(var_q, tiny)
     var_p = np.maximum(var_p, 1e-30 * var_q)  # one point may have all the weight
+    still = np.ptp(values, axis=0) == 0
+    var_p, var_q = (np.where(still, 1.0, var) for var in (var_p, var_q))
     sd = np.sqrt(var_q)
     each = (p[:, None] * (values - mean_p) - q[:, None] * (values - mean_q)) / sd
     spread = p[:, None] * (off_p / var_p - 1) - q[:, None] * (off_q / var_q - 1)
@@ -144,7 +148,7 @@ def change(values: np.ndarray, log_p: np.ndarray, log_q: np.ndarray) -> Change:
         (mean_p - mean_q) / sd,
         np.sqrt(np.sum(each**2, axis=0)),
         np.sqrt(var_p / var_q),
-        0.5 * np.sqrt(np.sum(spread**2, axis=0)),
+        np.where(still, 0.0, 0.5 * np.sqrt(np.sum(spread**2, axis=0))),
     )
 
 

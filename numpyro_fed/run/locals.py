@@ -7,7 +7,9 @@ and weighs them, row by row, by
 .. math:: w_i = \frac{p(z_{Li}, y_i \mid z_G)}{q(z_{Li} \mid z_G)}
 
 whose effective share is found at each z_G; a row's is the middle one of these. (Globals that are themselves at the edge
-of their posterior, such as a scale near zero, may well have locals that no normal follows.) Of each local plate it
+of their posterior, such as a scale near zero, may well have locals that no normal follows.) Where locals are made of
+standard normals, and rows have nothing to do with one another, these are fixed points, the same in every row
+(:mod:`numpyro_fed.normal.points`); else they are drawn. Of each local plate it
 returns three numbers: the Pareto k of the row whose share is the least, the middle one again, how many rows have an
 effective share below :data:`LOW`, and how many rows there are. (The largest k of all rows would be that of the row with
 the most noise: with 128 draws k has an sd of .2.) Where rows meet in a term the silo's locals have one weight together.
@@ -33,6 +35,7 @@ from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
+from numpyro_fed.normal.points import normal_points
 from numpyro_fed.precision import to_user_dtype
 from numpyro_fed.results.importance import pareto_k
 from numpyro_fed.results.looks import LocalLook
@@ -54,7 +57,8 @@ class HasLocals(Protocol):
     """A posterior whose locals have a density given the globals.
 
     It may also have ``local_program``, any hashable value: of one model, posteriors with equal ones share a compiled
-    program of what is below.
+    program of what is below. And it may have ``local_from_normals``, which is ``sample_local_with_log_prob`` with
+    standard normals, {group: (rows, k)}, in the place of the key (or None, where locals are not made of such).
     """
 
     def local_context(self, server: PyTree) -> PyTree:
@@ -96,13 +100,20 @@ def locals_round(split: SplitModel, posterior: Any, rows: str, num: int) -> Fede
         z, theta, context = broadcast.common
         components = components_of(split, data) if rows == "indexed" else None
 
+        fixed = fixed_points(split, posterior, rows, num)
+
         def weight(given: tuple[Array, Array]) -> Array:
-            key, z = given
-            z_local, log_q = posterior.sample_local_with_log_prob(key, z, context, silo, data)
+            own, z = given
+            if fixed is None:
+                z_local, log_q = posterior.sample_local_with_log_prob(own, z, context, silo, data)
+            else:
+                eps = {g.name: jnp.broadcast_to(own, (g.num_rows(data.mask), g.size)) for g in split.groups}
+                z_local, log_q = posterior.local_from_normals(eps, z, context, silo, data)
             terms = split.evaluate(z, z_local, theta, data).terms
             return combined(split, weighting, terms, log_q, data, components, None, None)
 
-        places = jax.random.split(key, len(z) * num), jnp.repeat(z, num, axis=0)
+        own = jax.random.split(key, len(z) * num) if fixed is None else jnp.tile(fixed, (len(z), 1))
+        places = own, jnp.repeat(z, num, axis=0)
         all_ = works(lambda *all_: jax.lax.map(weight, all_, batch_size=_batch(data, num)))
         each = all_(*places).reshape(len(z), num, -1)
         each = jnp.where(jnp.isfinite(each), each, -jnp.inf)
@@ -130,6 +141,14 @@ def locals_round(split: SplitModel, posterior: Any, rows: str, num: int) -> Fede
     # it begins with the states that the rounds left
     fresh, fresh_silo = lambda key: (), lambda key, broadcast, data: ()
     return FederatedAlgorithm(fresh, fresh_silo, broadcast, silo_step, aggregate, server_step).traced_once()
+
+
+def fixed_points(split: SplitModel, posterior: Any, rows: str, num: int) -> Array | None:
+    """(num, k): standard normals of a row's locals, the same in all; None: they have to be drawn."""
+    alone = len(split.groups) == 1 and rows != "whole" and 2 * split.groups[0].size <= num
+    if not alone or getattr(posterior, "local_from_normals", None) is None:
+        return None
+    return jnp.asarray(normal_points(split.groups[0].size, num), real_dtype())
 
 
 def _middle(values: Array) -> Array:

@@ -23,6 +23,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines import wire
 from numpyro_fed.engines.base import Engine, Sent
+from numpyro_fed.equations import fewer
 from numpyro_fed.host import key_of, shapes_of, undisturbed, zeros_like
 from numpyro_fed.keys import digest
 from numpyro_fed.local.minibatch import rows_apart
@@ -75,7 +76,7 @@ def answer(split: SplitModel, batch_size: int | None, data: SiloData) -> Answer:
 
 
 def _algorithm(split: SplitModel, batch_size: int | None, num: int, like: SiloData) -> FederatedAlgorithm:
-    told = jax.jit(partial(answer, split, batch_size), inline=True)
+    told = jax.jit(fewer(partial(answer, split, batch_size)), inline=True)
     shapes = jax.eval_shape(told, like)
 
     def init(key: Any) -> Answer:
