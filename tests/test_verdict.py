@@ -211,6 +211,6 @@ def test_a_matrix_with_fixed_elements_is_trusted() -> None:
     rows = rng.multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]], size=60).astype(np.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fit = nf.EP(correlated).run(KEY, nf.split(np.arange(60) % 2, y=rows), progress_bar=False)
+        fit = nf.EP(correlated).run(KEY, nf.split(np.arange(60) % 2, y=rows), progress_bar=False, check=True)
     assert fit.verdict.status == "trusted", fit.verdict
     np.testing.assert_allclose(fit.verdict.table.loc[["root[0, 0]", "root[0, 1]"], "sd_ratio"].astype(float), 1)
