@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed import host
+from numpyro_fed import ahead, host
 from numpyro_fed.memo import forget
 
 STUDY = """
@@ -160,3 +161,20 @@ def test_what_is_put_is_a_copy_of_the_programs_type() -> None:
     assert float(put[0]) == 0.0
     assert put.dtype == host.real_dtype()
     assert not put.weak_type
+
+
+@pytest.mark.parametrize("method", [nf.EP, nf.PVI, nf.SFVI], ids=lambda method: method.__name__)
+def test_what_is_compiled_ahead_is_what_is_asked_for(method: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that is begun for other shapes than it is called with is work for nothing, and nobody would notice."""
+
+    def everything(later: list) -> None:
+        while later:
+            later.pop(0)()
+
+    monkeypatch.setattr(ahead, "beside", everything)  # whether there is time or not; and what is wrong is raised
+    monkeypatch.setattr(ahead, "worthwhile", lambda: True)
+    monkeypatch.setattr(ahead, "_begun", OrderedDict())
+    forget()
+    method(Model()).run(jax.random.key(0), silos(), 3, progress_bar=False, check=True)
+    assert len(ahead._begun) > 5
+    assert not [key[1] for key, compiled in ahead._begun.items() if compiled]  # [] once it was asked for
