@@ -203,8 +203,10 @@ def _is_number(value: Any, number: int) -> bool:
 
 
 def _value(literal: Literal) -> Any:
-    weak = getattr(literal.aval, "weak_type", False)
-    return literal.val if weak else np.asarray(literal.val, _of(literal).dtype)
+    if getattr(literal.aval, "weak_type", False):
+        return literal.val
+    with jax.enable_x64(True):  # elsewhere a float64 is cut to float32
+        return jax.device_put(np.asarray(literal.val, _of(literal).dtype))
 
 
 def _of(atom: Any) -> Any:

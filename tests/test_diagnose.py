@@ -1,6 +1,7 @@
 """A loss that is not finite: the last good round is found, whenever it was, in few steps."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -133,20 +134,71 @@ def test_a_draw_where_nothing_is_finite_is_left_out() -> None:
     assert any("of the rounds the density or its gradient was not finite" in why for why in fit.verdict.reasons)
 
 
+@pytest.mark.parametrize("size", [1, 3, 7, 512], ids=lambda size: f"chunks of {size}")
 @pytest.mark.parametrize(
     ("refused", "bad"),
     [
         ([0] * 50, None),
         ([1] + [0] * 49, None),
         ([0] * 10 + [1] * (PATIENCE - 1) + [0] * 10, None),
-        ([0] * 10 + [1] * PATIENCE + [0] * 10, 10),
-        ([1] * 5, 0),  # all there are
+        ([0] * 10 + [1] * PATIENCE + [0] * 10, 9 + PATIENCE),
+        ([1] * 5, 4),  # all there are
         ([0, 1, 1], None),
     ],
 )
-def test_how_long_rounds_may_stand_still(refused: list[int], bad: int | None) -> None:
+def test_how_long_rounds_may_stand_still(refused: list[int], bad: int | None, size: int) -> None:
+    """However many rounds are done between two looks."""
     flags = np.array(refused, bool)
     info = {"loss": np.where(flags, np.nan, 1.0), REFUSED: flags}
-    assert first_bad((np.zeros(1), (), info), len(flags)) == bad
-    lost = {"loss": np.where(np.arange(len(flags)) == 2, np.inf, 1.0), REFUSED: flags & False}
-    assert first_bad((np.zeros(1), (), lost), len(flags)) == 2  # a loss for which nothing was refused
+    before: list[dict] = []
+    for start in range(0, len(flags), size):
+        chunk = {name: rows[start : start + size] for name, rows in info.items()}
+        count = len(chunk["loss"])
+        found = first_bad((np.zeros(1), (), chunk), count, before, len(flags))
+        assert (found is not None) == (bad is not None and start <= bad < start + size)
+        if found is not None:
+            assert chunk[REFUSED][found]
+            break
+        before.append(chunk)
+
+
+def test_a_loss_for_which_nothing_was_refused() -> None:
+    info = {"loss": np.array([1.0, 1.0, np.inf, 1.0]), REFUSED: np.zeros(4, bool)}
+    assert first_bad((np.zeros(1), (), info), 4, [], 4) == 2
+
+
+def test_looks_at_the_run_do_not_change_it(tmp_path: Any) -> None:
+    """With a look after every round, too, single rounds are left out and the run goes on."""
+    silos = nf.Silos([dict(y=np.array([0.3, 0.6], np.float32))])
+    with pytest.warns(nf.VerdictWarning):
+        plain, looked = (
+            nf.SFVI(edged).run(KEY, silos, 100, progress_bar=False, **options)
+            for options in ({}, dict(checkpoint=tmp_path / "run.nfc", checkpoint_every=1))
+        )
+    assert np.isnan(plain.history["loss"]).sum() > 0
+    np.testing.assert_array_equal(plain.history["loss"], looked.history["loss"])
+
+
+@pytest.mark.parametrize("make", [nf.SFVIAvg, nf.Independent, partial(nf.SFVI, batch_size=1)], ids=str)
+def test_others_end_there(make: Any) -> None:
+    """Where nobody would hear which row or silo is left out again and again."""
+    silos = nf.Silos([dict(y=np.array([0.3, 0.6], np.float32))] * 2)
+    with pytest.raises(nf.NonFiniteError):
+        make(edged).run(KEY, silos, 400, progress_bar=False)
+
+
+def hidden(y: Any) -> None:
+    """The value is finite, and the derivative in the first row's own latent is not."""
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        root = jnp.where(y > 5, 0.0, jnp.sqrt(jnp.where(y > 5, 0 * b, 1.0)))
+        numpyro.sample("y", dist.Normal(mu + b + root, 1), obs=y)
+
+
+def test_a_silo_that_cannot_move_is_not_left_alone() -> None:
+    """Its parameters are its own; the server hears that their gradient was not finite."""
+    silos = nf.Silos([dict(y=np.array([9.0, 0.3], np.float32)), dict(y=np.array([0.6], np.float32))])
+    guide = nf.guides.StructuredNormal(coupling=False, local_cov="diagonal")
+    with pytest.raises(nf.NonFiniteError):
+        nf.SFVI(hidden, guide=guide, start_rounds=0).run(KEY, silos, 60, progress_bar=False)

@@ -112,5 +112,10 @@ def test_float64_where_the_program_is_float32() -> None:
         with jax.enable_x64(True):
             return jnp.sum(x.astype(jnp.float64) * 1.0 / 3) + 0.1
 
+    def constant(x: Any) -> Any:
+        with jax.enable_x64(True):
+            return jnp.array(0.1, jnp.float64), jnp.array(2**40, jnp.int64), x
+
+    assert [leaf.dtype.name for leaf in jax.jit(fewer(constant))(X)] == ["float64", "int64", "float32"]
     found = jax.jit(fewer(double))(X)
     assert found.dtype == np.float64 == jax.jit(double)(X).dtype and found == jax.jit(double)(X)

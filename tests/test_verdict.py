@@ -214,3 +214,10 @@ def test_a_matrix_with_fixed_elements_is_trusted() -> None:
         fit = nf.EP(correlated).run(KEY, nf.split(np.arange(60) % 2, y=rows), progress_bar=False, check=True)
     assert fit.verdict.status == "trusted", fit.verdict
     np.testing.assert_allclose(fit.verdict.table.loc[["root[0, 0]", "root[0, 1]"], "sd_ratio"].astype(float), 1)
+
+
+def test_a_posterior_narrower_than_its_precision_is_not_trusted() -> None:
+    """All points around it are one number in float32."""
+    silos, mean, covariance = regression_data(3, np.random.default_rng(0))
+    found = asked(regression, silos, nf.Normal(mean + 5, 1e-9 * np.linalg.cholesky(covariance)), KEY)
+    assert found.status == "not to be trusted" and "the same number" in " ".join(found.reasons)

@@ -14,6 +14,7 @@ import numpyro_fed as nf
 from benchmarks.verdict import Given, asked
 from numpyro_fed.engines.loopback import Loopback
 from numpyro_fed.engines.vmap import Vmap
+from numpyro_fed.guides.posterior import GuidePosterior
 from numpyro_fed.results.importance import pareto_k, pareto_smoothed
 from numpyro_fed.results.looks import LocalLook, Looks, ModesLook
 from numpyro_fed.results.verdict import Evidence, Verdict, globals_at, judged
@@ -255,6 +256,15 @@ def test_where_points_are_fixed() -> None:
     assert fixed_points(split, AtFixedPoints(0.0), "whole", 128) is None
     assert fixed_points(split, AtFixedPoints(0.0), "aligned", 1) is None
     assert fixed_points(split, Intercepts(0.0), "aligned", 128) is None
+
+
+def test_rows_that_a_guide_mixes_are_drawn() -> None:
+    """A row that is made of other rows' normals needs numbers of its own."""
+    split = nf.EP(intercepts).prepare(SILOS).split
+    of = lambda cov: fixed_points(
+        split, GuidePosterior(split, nf.guides.StructuredNormal(local_cov=cov)), "aligned", 128
+    )
+    assert of("full") is None and of("block").shape == (128, 1)
 
 
 def test_the_row_that_is_worst_tells_its_own_k() -> None:

@@ -112,7 +112,9 @@ class GuidePosterior:
 
     @property
     def local_from_normals(self) -> Any:
-        return None if self.guide.arbitrary else self._from_normals
+        """None also where a row is made of other rows' normals."""
+        mixed = getattr(self.family, "local_cov", None) == "full"
+        return None if self.guide.arbitrary or mixed else self._from_normals
 
     def _from_normals(
         self, eps: dict[str, Array], z: Array, context: tuple[Any, dict[str, Any]], silo: PyTree, data: SiloData

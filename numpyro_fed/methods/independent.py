@@ -6,7 +6,7 @@ but the model: each silo has its own start, its own posterior of the globals and
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,13 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.engines.base import Engine
 from numpyro_fed.guides.posterior import GuidePosterior
 from numpyro_fed.memo import remembered
-from numpyro_fed.methods.rest import often_refused, still_falling
+from numpyro_fed.methods.rest import still_falling
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import State
-from numpyro_fed.run.diagnose import REFUSED, NonFiniteError
+from numpyro_fed.run.diagnose import NonFiniteError
 from numpyro_fed.run.mode import mode_to_warm_start
 
 Array = jax.Array
@@ -55,7 +55,6 @@ def alone(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
         total = {"loss": jnp.sum(info["loss"])} | (
             {"_gain": jnp.max(info["_gain"]), "_best": jnp.min(info["_best"])} if "_best" in info else {}
         )
-        total |= {REFUSED: jnp.any(info[REFUSED])} if REFUSED in info else {}
         return server, {**total, **{f"{name}_by_silo": rows for name, rows in info.items() if name[0] != "_"}}
 
     return FederatedAlgorithm(
@@ -102,6 +101,8 @@ class Independent(SFVI):
         >>> comparison.table["method"].unique().tolist()
         ['together', 'leeds', 'york']
     """
+
+    patient: ClassVar[bool] = False
 
     def compile(self, split: SplitModel, survey: Survey, plan: Plan) -> Program:
         together = super().compile(split, survey.only(0), plan)
@@ -171,9 +172,8 @@ def _alone(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
 
 
 def _finish(left: Left, server: tuple, info: dict[str, Any]) -> Left:
-    falling = still_falling(info["loss"])
-    reasons = tuple(reason for reason in (falling, often_refused(info)) if reason)
-    return left._replace(server=server, reasons=reasons, moving=bool(falling))
+    reason = still_falling(info["loss"])
+    return left._replace(server=server, reasons=(reason,) if reason else (), moving=bool(reason))
 
 
 def _all_started(left: Left, server: tuple, info: dict[str, Any]) -> Left | None:

@@ -65,24 +65,24 @@ def still_drifting(means: np.ndarray, sds: np.ndarray) -> str:
 MORE = "run more, num_rounds=..., or go on, run(..., init_state=fit.state)"
 
 
-def at_rest(left: Left, server: Any, info: dict[str, Any]) -> Left:
+def at_rest(left: Left, server: Any, info: dict[str, Any], often: float = OFTEN) -> Left:
     """What the rounds of a block say of their end; ``info`` has the whole block's."""
     left = left._replace(server=server)
     found = [still_falling(info["loss"])]
     if "_mean" in info:
         found.append(still_drifting(info["_mean"], white_sds(server.params)))
     moving = any(found)
-    reasons = (reason for reason in (*found, often_refused(info)) if reason)
+    reasons = (reason for reason in (*found, often_refused(info, often)) if reason)
     return left._replace(reasons=(*left.reasons, *reasons), moving=left.moving or moving)
 
 
-def often_refused(info: dict[str, Any]) -> str:
+def often_refused(info: dict[str, Any], often: float) -> str:
     """A reason, where more than a few rounds' gradients were not finite: draws that count were left out."""
     share = float(np.mean(info.get(REFUSED, 0.0)))
-    if share <= OFTEN:
+    if share <= often:
         return ""
     return (
-        f"in {share:.0%} of the rounds the density or its gradient was not finite at the draws, and nothing moved: the "
+        f"in {share:.2g} of the rounds the density or its gradient was not finite at the draws, and nothing moved: the "
         "posterior without these draws is another. Call numpyro.enable_x64() first, or keep the distributions' "
         "parameters from the edges of their supports (logits= instead of probs=)"
     )

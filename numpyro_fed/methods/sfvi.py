@@ -11,6 +11,7 @@ variational inference with the same draws.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ from numpyro_fed.local.row_optim import RowOptim, RowState
 from numpyro_fed.local.start import LocalStart, WarmStart
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.methods.base import Method
-from numpyro_fed.methods.rest import BLOCKS, at_rest
+from numpyro_fed.methods.rest import BLOCKS, OFTEN, at_rest
 from numpyro_fed.methods.sfvi_step import Optims, Parts, SFVIMessage, SFVIServer, SFVISilo, step_parts
 from numpyro_fed.methods.site_start import site_start
 from numpyro_fed.model.observations import silo_terms
@@ -115,6 +116,7 @@ class SFVI(Method):
         return as_guide(self.guide) if self.guide is not None else StructuredNormal(scale_coupling=True)
 
     moving_centre: ClassVar[bool] = True  # the locals' centre is the guide's mean, which moves; else the start's
+    patient: ClassVar[bool] = True  # a round without finite gradients is left out, where every row is asked in each
 
     # --- the program ------------------------------------------------------------------------------------------------
 
@@ -208,7 +210,7 @@ class SFVI(Method):
     ) -> Parts:
         return step_parts(
             *(split, guide, self._optims(split, guide), weighting, batching, self.num_particles),
-            *(self.init_loc_fn, self.moving_centre, tempered),
+            *(self.init_loc_fn, self.moving_centre, tempered, self.patient and batching is None),
         )
 
     # --- optimisers ---------------------------------------------------------------------------------------------------
@@ -246,7 +248,9 @@ class SFVI(Method):
             return self._with_visits(guide, state, plan.visits(rounds))
 
         shorter = _shorter if self.optim is None else None  # the user's steps are as long as the user says
-        return Phase("rounds", algorithm, begin, begin_silo, rounds, finish=at_rest, shorter=shorter)
+        often = OFTEN if plan.cohort is None else 0.0  # of some silos, one may be left out whenever it is asked
+        finish = partial(at_rest, often=often)
+        return Phase("rounds", algorithm, begin, begin_silo, rounds, finish=finish, shorter=shorter)
 
     def _begin(self, split: SplitModel, guide: Any, optims: Optims, left: Left, fresh: SFVIServer) -> Begun:
         """The server's half of a start, and what silos are given for theirs."""

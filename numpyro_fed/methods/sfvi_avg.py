@@ -110,6 +110,7 @@ class SFVIAvg(SFVI):
     weights: str = "size"
 
     moving_centre: ClassVar[bool] = False
+    patient: ClassVar[bool] = False
     fewest: ClassVar[int] = 2
 
     def __post_init__(self) -> None:

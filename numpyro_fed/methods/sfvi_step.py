@@ -100,6 +100,7 @@ def step_parts(
     init_loc_fn: Any = None,
     moving_centre: bool = True,
     tempered: bool = False,
+    patient: bool = False,
 ) -> Parts:
     """What a step is made of.
 
@@ -107,6 +108,7 @@ def step_parts(
         guide: bound to the model.
         moving_centre: the locals' centre is the guide's mean, which moves; else the start's.
         tempered: the silo's density is raised to the power that it is sent in ``each``.
+        patient: a round whose gradients are not finite is left out, and says so; else they go on, and end the run.
     """
     d, (optim, silo_optim) = split.dim, optims
     context_of = guide.context if moving_centre else guide.frozen_context
@@ -164,7 +166,11 @@ def step_parts(
             return message, silo
         downhill = jax.tree.map(lambda leaf: -jnp.mean(leaf, axis=0), found.params)
         params, opt_state = silo_optim.step(downhill, silo.opt_state, silo.params, params, taken)
-        return message, tree_where(finite(downhill), silo._replace(params=params, opt_state=opt_state), silo)
+        new = silo._replace(params=params, opt_state=opt_state)
+        if not patient:
+            return message, new
+        fine = finite(downhill)  # else the server is to hear of it, and leaves the round out
+        return message._replace(value=jnp.where(fine, message.value, jnp.nan)), tree_where(fine, new, silo)
 
     def update(server: SFVIServer, eps: Array, silos: SFVIMessage) -> tuple[SFVIServer, dict]:
         _, pull_context = jax.vjp(lambda params: context_of(params, server.base), server.params)
@@ -185,7 +191,7 @@ def step_parts(
         """Uphill: the prior's gradients and the silos', those in z_G pulled back through the guide.
 
         Draws may fall where a density is beyond the numbers of a computer (a sigmoid of 20 is 1 in float32): then
-        nothing moves, and the next round draws others.
+        neither the server moves nor the silos that met it, and the next round draws others.
         """
         (z, log_q), pull = jax.vjp(lambda params: paths(params, server.base, eps), server.params)
 
@@ -199,9 +205,14 @@ def step_parts(
         downhill = jax.tree.map(jnp.negative, (g_params, g_theta))
         updates, opt_state = optim.update(downhill, server.opt_state, (server.params, server.theta))
         params, theta = jax.tree.map(lambda p, u: p + u, (server.params, server.theta), updates)
-        loss = jnp.mean(log_q) - value - log_silos
+        loss, new = (
+            jnp.mean(log_q) - value - log_silos,
+            server._replace(params=params, theta=theta, opt_state=opt_state),
+        )
+        if not patient:
+            return new, {"loss": loss, **watched(params)}
         fine = finite((loss, downhill))
-        server = tree_where(fine, server._replace(params=params, theta=theta, opt_state=opt_state), server)
+        server = tree_where(fine, new, server)
         return server, {"loss": jnp.where(fine, loss, jnp.nan), REFUSED: ~fine, **watched(server.params)}
 
     return Parts(init, init_silo, draws, sent_at, silo_step, update, pulled, moved)

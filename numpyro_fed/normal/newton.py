@@ -157,8 +157,8 @@ def derivatives(density: Callable[[Array], Array], x: Float[Array, " d"]) -> tup
         hessian, (value, gradient) = jax.jacfwd(slope, has_aux=True)(x)
         return value, gradient, -hessian
 
-    if len(x) <= FEW:
-        with suppress(TypeError):  # functions with a gradient of their own (odeint) have none but that
+    if 0 < len(x) <= FEW:
+        with suppress(TypeError):  # a function with a reverse derivative of its own (jax.custom_vjp) has no other
             return found(forward)
     return found(reverse)
 

@@ -129,9 +129,9 @@ def _column(ax: Any, name: str, values: np.ndarray, start: np.ndarray) -> None:
     many = len(values) > 200
     thin = dict(linewidth=0.4, alpha=0.5) if many else dict(linewidth=1.6)
     ax.plot(rounds, values, color=BLUE, marker=_mark(rounds), **thin)
-    if many:
+    known = np.isfinite(later)  # a round in which nothing moved has no loss
+    if many and np.any(known):
         width = max(len(later) // 50, 1)
-        known = np.isfinite(later)  # a round in which nothing moved has no loss
         mean = np.convolve(
             np.interp(np.arange(len(later)), np.flatnonzero(known), later[known]), np.full(width, 1 / width), "valid"
         )

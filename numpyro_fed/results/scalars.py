@@ -19,3 +19,14 @@ def scalars(draws: Mapping[str, Any], batch: int = 1) -> dict[str, np.ndarray]:
             label = f"{name}[{', '.join(map(str, index))}]" if index else name
             out[label] = value[(slice(None),) * batch + index]
     return out
+
+
+def mean_loss(losses: Any) -> float:
+    """Of rounds, without those in which nothing moved; NaN where there are no others.
+
+    >>> mean_loss([1.0, float("nan"), 2.0])
+    1.5
+    """
+    known = np.asarray(losses, np.float64)
+    known = known[~np.isnan(known)]
+    return float(np.mean(known)) if known.size else float("nan")

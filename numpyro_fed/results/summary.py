@@ -10,7 +10,7 @@ from numpyro.diagnostics import hpdi
 
 from numpyro_fed.checks import sentences
 from numpyro_fed.model.partition_table import Partition
-from numpyro_fed.results.scalars import scalars
+from numpyro_fed.results.scalars import mean_loss, scalars
 from numpyro_fed.results.value import Fitted
 
 SHOWN = 20  # rows of a notebook's table
@@ -68,7 +68,7 @@ def _facts(fit: Fitted) -> dict[str, str]:
     }
     if "loss" in fit.history:
         losses = fit.history["loss"]
-        facts["loss"] = f"{np.nanmean(losses[-min(100, max(1, len(losses) // 10)) :]):.4g}"  # one alone may be noisy
+        facts["loss"] = f"{mean_loss(losses[-min(100, max(1, len(losses) // 10)) :]):.4g}"  # one alone may be noisy
     if fit.correction is not None:
         facts["correction"] = repr(fit.correction)
     verdict = fit.verdict

@@ -190,6 +190,12 @@ def judged(
     if not np.any(np.isfinite(log_p)):
         nowhere = "the density is zero at every point around the posterior approximation: run more rounds"
         return Verdict("not to be trusted", (*reasons, nowhere), num_points=len(log_p))
+    if np.any(np.ptp(np.asarray(evidence.points), axis=0) == 0):
+        same = (
+            "the posterior approximation is so narrow that all points around it are the same number, and none of them "
+            "tells whether it is right: call numpyro.enable_x64() first, or scale the data"
+        )
+        return Verdict("still moving" if moving else "not to be trusted", (*reasons, same), num_points=len(log_p))
     smoothed, pareto_k = pareto_smoothed(log_p)
     ess = float(np.exp(-logsumexp(2 * smoothed)))
     found, names = found_change(evidence, normal, draws)

@@ -39,20 +39,37 @@ def all_finite(tree: PyTree) -> bool:
     return all(bool(np.all(np.isfinite(leaf))) for leaf in floats)
 
 
-def first_bad(after: tuple[PyTree, tuple, dict[str, np.ndarray]], count: int) -> int | None:
+def first_bad(
+    after: tuple[PyTree, tuple, dict[str, np.ndarray]], count: int, before: list[dict[str, np.ndarray]], total: int
+) -> int | None:
     """The first of a chunk's rounds whose loss is not finite; ``count``: all are, and the server's state is not.
 
-    A round in which nothing moved for that reason is bad where as many as :data:`PATIENCE` others follow, or all.
+    A round in which nothing moved for that reason is bad where it is one of :data:`PATIENCE` in a row.
+
+    Args:
+        before: infos of the chunks before.
+        total: of the phase's rounds; where these are few and all are so, that is enough.
     """
     refused = np.asarray(after[2].get(REFUSED, np.zeros(count, bool)))
-    least, waiting = min(PATIENCE, count), 0
+    least, waiting = min(PATIENCE, total), _waiting(before)
     for i, loss in enumerate(after[2]["loss"]):
         waiting = waiting + 1 if refused[i] else 0
         if waiting >= least:
-            return i - waiting + 1
+            return max(i - waiting + 1, 0)
         if not (refused[i] or np.isfinite(loss)):
             return i
     return None if all_finite(after[0]) else count  # a loss can be that of the round's beginning
+
+
+def _waiting(before: list[dict[str, np.ndarray]]) -> int:
+    """Rounds at the end of these chunks in which nothing moved."""
+    number = 0
+    for info in reversed(before):
+        moved = np.flatnonzero(~np.asarray(info.get(REFUSED, np.zeros(len(info["loss"]), bool))))
+        number += len(info["loss"]) - (int(moved[-1]) + 1 if moved.size else 0)
+        if moved.size or number >= PATIENCE:
+            break
+    return number
 
 
 def last_good(engine: Engine, chunk: tuple[Any, ...], bad: int, effort: str) -> tuple[int, tuple[PyTree, tuple, dict]]:

@@ -23,6 +23,7 @@ from numpyro_fed.host import folded, undisturbed
 from numpyro_fed.keys import SERVER, digest
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.precision import LITTLE
+from numpyro_fed.results.scalars import mean_loss
 from numpyro_fed.run.books import Books
 from numpyro_fed.run.checkpoint import Loop, Unsaved
 from numpyro_fed.run.diagnose import NonFinite, all_finite, first_bad, last_good
@@ -225,7 +226,7 @@ class Runner:
                     except Gone as gone:
                         self.checkpoint.interrupted()
                         raise self._told(gone, phase, cohorts, sent) from None
-                    bad = first_bad(after, count) if phase.role == "rounds" and phase.watched else None
+                    bad = first_bad(after, count, rows, total) if phase.role == "rounds" and phase.watched else None
                     if bad is not None and phase.shorter is not None and at.shortened < SHORTER:
                         server, states = self._shorter(phase, at.server, at.states)
                         at = at._replace(server=server, states=states, shortened=at.shortened + 1)
@@ -237,7 +238,7 @@ class Runner:
                     rows, recent = [*rows, info], [*recent, info]
                     done, since = at.done + count, at.since
                     if "loss" in info:
-                        bar.set_postfix(loss=f"{float(np.nanmean(info['loss'][-100:])):.4g}")
+                        bar.set_postfix(loss=f"{mean_loss(info['loss'][-100:]):.4g}")
                     finished = done == total
                     if done == end:  # a whole chunk
                         looks = done % look == 0 and not finished
