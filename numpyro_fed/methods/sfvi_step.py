@@ -165,12 +165,14 @@ def step_parts(
         if not split.groups or not guide.local_params:
             return message, silo
         downhill = jax.tree.map(lambda leaf: -jnp.mean(leaf, axis=0), found.params)
+        if patient:
+            # what is not finite pulls nowhere; the server is to hear of it, and leaves the round out. (To leave the
+            # silo's step out as well, all rows would have to be gone over once more before any of them moves.)
+            unknown = sum(jnp.sum(0 * leaf) for leaf in jax.tree.leaves(downhill))
+            message = message._replace(value=message.value + unknown)
+            downhill = jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0.0), downhill)
         params, opt_state = silo_optim.step(downhill, silo.opt_state, silo.params, params, taken)
-        new = silo._replace(params=params, opt_state=opt_state)
-        if not patient:
-            return message, new
-        fine = finite(downhill)  # else the server is to hear of it, and leaves the round out
-        return message._replace(value=jnp.where(fine, message.value, jnp.nan)), tree_where(fine, new, silo)
+        return message, silo._replace(params=params, opt_state=opt_state)
 
     def update(server: SFVIServer, eps: Array, silos: SFVIMessage) -> tuple[SFVIServer, dict]:
         _, pull_context = jax.vjp(lambda params: context_of(params, server.base), server.params)
@@ -191,7 +193,7 @@ def step_parts(
         """Uphill: the prior's gradients and the silos', those in z_G pulled back through the guide.
 
         Draws may fall where a density is beyond the numbers of a computer (a sigmoid of 20 is 1 in float32): then
-        neither the server moves nor the silos that met it, and the next round draws others.
+        the server does not move, and the next round draws others.
         """
         (z, log_q), pull = jax.vjp(lambda params: paths(params, server.base, eps), server.params)
 
