@@ -35,7 +35,7 @@ def draw(path):
     for place, (_, low, high) in enumerate(lines):
         color = BLUE if high <= 1 else ORANGE
         panel.plot([low, high], [place, place], "-o", color=color, lw=3, ms=5)
-    panel.set(yticks=range(len(lines)), yticklabels=[line[0] for line in lines], xscale="log", xlim=(0.05, 5))
+    panel.set(yticks=range(len(lines)), yticklabels=[line[0] for line in lines], xscale="log", xlim=(0.035, 5))
     panel.set(xticks=[0.1, 0.25, 0.5, 1, 2, 4], xticklabels=["1/10", "1/4", "1/2", "1", "2", "4"])
     panel.minorticks_off()
     panel.axvline(1, color="0.4", lw=0.8)
