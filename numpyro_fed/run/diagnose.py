@@ -15,7 +15,7 @@ from numpyro_fed.engines.stale import current
 from numpyro_fed.keys import SERVER, START, fold_in_name, identity
 from numpyro_fed.model.split_model import SplitModel
 
-REFUSED = "_refused"  # of a round's row: its gradients were not finite, and nothing moved
+REFUSED = "_refused"  # of a round's row: its gradients were not finite, and the server did not move
 PATIENCE = 20  # such rounds, one after another
 
 
