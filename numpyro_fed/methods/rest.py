@@ -82,8 +82,8 @@ def often_refused(info: dict[str, Any], often: float) -> str:
     if share <= often:
         return ""
     return (
-        f"in {share:.2g} of the rounds the density or its gradient was not finite at the draws, and they were left out: "
-        "the posterior without these draws is another. Call numpyro.enable_x64() first, or keep the distributions' "
+        f"in {share:.2g} of the rounds the density or its gradient was not finite at the draws, which were left out: "
+        "the posterior without these is another. Call numpyro.enable_x64() first, or keep the distributions' "
         "parameters from the edges of their supports (logits= instead of probs=)"
     )
 
