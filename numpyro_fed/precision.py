@@ -14,6 +14,7 @@ import numpy as np
 
 from numpyro_fed.algorithm import FederatedAlgorithm, Lost
 from numpyro_fed.host import put, real_dtype
+from numpyro_fed.pieces import jit
 
 Array = jax.Array
 # XLA's fusion emitters take half of the time to compile, and gain little in programs of this size.
@@ -188,4 +189,4 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def compiled_once(function: Callable[..., Any], *args: Any) -> Any:
     """Run a program that is used a single time."""
-    return jax.jit(function).lower(*args).compile(compiler_options=unoptimised())(*args)
+    return jit(function).lower(*args).compile(compiler_options=unoptimised())(*args)

@@ -23,6 +23,7 @@ GROUND = (
     "equations",
     "keys",
     "memo",
+    "pieces",
     "gi",
     "host",
     "cache",

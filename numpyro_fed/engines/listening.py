@@ -18,6 +18,7 @@ from numpyro_fed.engines.hearing import Gone, Hearing, inner
 from numpyro_fed.engines.inbox import Reply, opened
 from numpyro_fed.engines.steps import broadcast_of
 from numpyro_fed.keys import SERVER
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import engine_in_x64, finite, stacked
 
 
@@ -298,13 +299,13 @@ def _server_key(key: Any, at: Any) -> Any:
     return jax.random.fold_in(jax.random.fold_in(key, at), SERVER)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _kept(algorithm: FederatedAlgorithm, key: Any, server: Any, messages: Any, last: Any, index: Any) -> Any:
     new = _absorbed(algorithm, key, server, messages)
     return jax.tree.map(lambda old, rows: old.at[index].set(rows), last, new)
 
 
-@partial(jax.jit, static_argnums=(0, 5))
+@partial(jit, static_argnums=(0, 5))
 def _server_step(algorithm: FederatedAlgorithm, key: Any, server: Any, together: Any, index: Any, num: int) -> Any:
     found, info = _stepped(algorithm, key, server, together, index, num)
     return found, info, finite(found)

@@ -23,6 +23,7 @@ from numpyro_fed.engines.lossy import Lossy
 from numpyro_fed.engines.steps import broadcast_of, from_bytes, init_server, silo_step
 from numpyro_fed.engines.wire import encode
 from numpyro_fed.keys import SERVER, START, fold_in_name, identity
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import engine_in_x64, stacked
 
 
@@ -130,12 +131,12 @@ def _through_wire(tree: Any) -> tuple[Any, int]:
     return from_bytes(encoded, tree), len(encoded)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _init_silo(algorithm: FederatedAlgorithm, key: Any, broadcast: Any, data: Any) -> Any:
     return algorithm.init_silo(key, broadcast, data)
 
 
-@partial(jax.jit, static_argnums=(0, 5))
+@partial(jit, static_argnums=(0, 5))
 def _server_step(
     algorithm: FederatedAlgorithm, key: Any, server: Any, messages: Any, index: Any, num_silos: int
 ) -> Any:

@@ -30,6 +30,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from numpyro_fed.equations import as_jaxpr, evaluated, is_work
+from numpyro_fed.pieces import unwrapped
 
 Name = Hashable  # a variable of some jaxpr, or what stands between two of them
 
@@ -166,10 +167,11 @@ def parts_of(traced: Any, whole: Callable, quickly: dict[str, Any], well: dict[s
     Args:
         quickly, well: the compiler's options for what is not marked, and for what is.
     """
-    cut = _cut(traced.jaxpr)
+    closed = unwrapped(traced.jaxpr)
+    cut = _cut(closed)
     if cut is None:
         return None
-    return Parts(traced.jaxpr, cut, whole, jax.tree.structure(traced.out_info), quickly, well)
+    return Parts(closed, cut, whole, jax.tree.structure(traced.out_info), quickly, well)
 
 
 def _cut(closed: Any) -> Cut | None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from numpyro_fed.algorithm import FederatedAlgorithm
 from numpyro_fed.engines import wire
+from numpyro_fed.pieces import jit
 
 
 def from_bytes(data: bytes, like: Any) -> Any:
@@ -17,16 +18,16 @@ def from_bytes(data: bytes, like: Any) -> Any:
         return jax.tree.map(jnp.asarray, wire.decode(data, like))
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def init_server(algorithm: FederatedAlgorithm, key: Any) -> Any:
     return algorithm.init(key)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def broadcast_of(algorithm: FederatedAlgorithm, key: Any, server: Any) -> Any:
     return algorithm.broadcast(key, server)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def silo_step(algorithm: FederatedAlgorithm, key: Any, broadcast: Any, state: Any, data: Any) -> Any:
     return algorithm.silo_step(key, broadcast, state, data)

@@ -21,6 +21,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.engines.base import sent_to
 from numpyro_fed.keys import SERVER, START, silo_keys
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import engine_in_x64, for_rounds, strong
 
 IN_FLIGHT = 2  # rounds the device has been given: one to work on, one to go on with
@@ -118,7 +119,7 @@ def _gathered(stack: Stack, cohorts: list[np.ndarray], ahead: int, readers: int)
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _init(algorithm: FederatedAlgorithm, key: Any) -> Any:
     return algorithm.init(key)
 
@@ -143,4 +144,4 @@ def _one_round(
 @cache
 def _round(effort: str) -> Any:
     effort = "least" if effort == "least" else "most"  # a program for all rounds of all cohorts
-    return jax.jit(_one_round, static_argnums=(0, 1), compiler_options=for_rounds(effort))
+    return jit(_one_round, static_argnums=(0, 1), compiler_options=for_rounds(effort))

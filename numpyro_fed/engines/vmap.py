@@ -22,6 +22,7 @@ from numpyro_fed.engines.places import Places, places_of
 from numpyro_fed.host import undisturbed
 from numpyro_fed.keys import SERVER, START, keys_of, silo_keys, silo_words
 from numpyro_fed.memo import remembered
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import LITTLE, engine_in_x64, for_rounds, strong, unoptimised, zeros
 
 CHUNK = 512  # rounds between two looks of the host: progress, stopping, interruption
@@ -333,7 +334,7 @@ def _run_rounds(
 
 @cache
 def _start(little: bool = True) -> Any:
-    return jax.jit(_fresh, static_argnums=(0, 1), compiler_options=unoptimised() if little else None)
+    return jit(_fresh, static_argnums=(0, 1), compiler_options=unoptimised() if little else None)
 
 
 def _rounds(effort: str, across: Any = TOGETHER) -> Any:
@@ -343,4 +344,4 @@ def _rounds(effort: str, across: Any = TOGETHER) -> Any:
 @cache
 def _compiled(effort: str, across: Any) -> Any:
     run = partial(_run_rounds, across, effort != "most")
-    return jax.jit(run, static_argnums=0, compiler_options=for_rounds(effort))
+    return jit(run, static_argnums=0, compiler_options=for_rounds(effort))

@@ -28,6 +28,7 @@ from numpyro_fed.model.new_units import used_arguments
 from numpyro_fed.model.partition_table import Partition, Site
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import SiteShape, unwrapped
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import ONCE, to_user_dtype
 from numpyro_fed.results import predict
 from numpyro_fed.results.fit import Fit
@@ -177,7 +178,7 @@ def _averaged(posterior: Posterior, split: SplitModel) -> Callable[..., Array]:
         own = jnp.mean(jnp.take_along_axis(rows[..., :-2], label, axis=-1, mode="clip"), axis=0)
         return jnp.concatenate([logs, own, rows[0, ..., -2:]], axis=-1)
 
-    return jax.jit(run, static_argnums=0, compiler_options=ONCE)
+    return jit(run, static_argnums=0, compiler_options=ONCE)
 
 
 def _centre(fit: Fit, key: Array) -> Array:
@@ -193,7 +194,7 @@ def _centre(fit: Fit, key: Array) -> Array:
         add = lambda i, total: total + (posterior.sample(keys[i], server) - first)  # in turn: all could be large
         return first + jax.lax.fori_loop(1, CENTRE_DRAWS, add, jnp.zeros_like(first)) / CENTRE_DRAWS
 
-    return jax.jit(run, compiler_options=ONCE)(key, server)
+    return jit(run, compiler_options=ONCE)(key, server)
 
 
 def _telling_split(split: SplitModel, site: str) -> SplitModel:

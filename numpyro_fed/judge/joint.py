@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import ONCE
 
 Array = jax.Array
@@ -146,7 +147,7 @@ def _solver() -> Callable[..., Array]:
         geometry = Geometry(cost_matrix=jnp.maximum(squares, 0.0), epsilon=epsilon)
         return jnp.asarray(linear.solve(geometry, max_iterations=ITERATIONS).reg_ot_cost)
 
-    return jax.jit(cost, compiler_options=ONCE)
+    return jit(cost, compiler_options=ONCE)
 
 
 def _cost(x: np.ndarray, y: np.ndarray) -> float:

@@ -29,6 +29,7 @@ from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.model.build import split_model
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import Model
+from numpyro_fed.pieces import jit
 from numpyro_fed.results.scalars import scalars
 
 Array = jax.Array
@@ -197,14 +198,14 @@ def _fixed_theta(split: SplitModel, theta: Mapping[str, Any] | None) -> dict[str
 
 
 def _constrained_global(split: SplitModel, z: np.ndarray, theta: dict[str, Array]) -> dict[str, Array]:
-    return jax.jit(jax.vmap(jax.vmap(lambda z: split.constrain_global(z, theta))))(z)
+    return jit(jax.vmap(jax.vmap(lambda z: split.constrain_global(z, theta))))(z)
 
 
 def _constrained_local(
     split: SplitModel, z: Array, local: dict[str, Array], theta: dict[str, Array], data: SiloData, key: Array
 ) -> dict[str, Array]:
     one = lambda key, z, z_local: split.constrain_local(z, z_local, theta, data, key)
-    return jax.jit(jax.vmap(jax.vmap(one)))(jax.random.split(key, z.shape[:2]), z, local)
+    return jit(jax.vmap(jax.vmap(one)))(jax.random.split(key, z.shape[:2]), z, local)
 
 
 def _flat(value: np.ndarray) -> np.ndarray:

@@ -27,6 +27,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.stack import Stack
 from numpyro_fed.host import real_dtype, zeros_like
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.pieces import jit
 
 Array = jax.Array
 Point = dict[str, Any]  # {"z": z_G, "local": for each bucket {group: z_L stacked over its silos}}
@@ -109,7 +110,7 @@ def chains(
 
         return jax.lax.scan(step, state, None, length=chunk)
 
-    first = jax.jit(begin).lower(keys[0], arrays).compile()
+    first = jit(begin).lower(keys[0], arrays).compile()
     states = []
     for key in keys:
         state, found = first(key, arrays)
@@ -119,7 +120,7 @@ def chains(
                 "and the distributions' parameters, or bound them (a scale that can reach zero, an exp that overflows)"
             )
         states.append(state)
-    onwards = jax.jit(advance).lower(states[0], arrays).compile()
+    onwards = jit(advance).lower(states[0], arrays).compile()
     stopped = threading.Event()
 
     def run(state: Any) -> Any:

@@ -29,6 +29,7 @@ from numpyro_fed.model.rows import components_of
 from numpyro_fed.model.simulate import Simulated
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.survey import Survey
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import ONCE
 from numpyro_fed.results.draws import fit_stack, global_draws, silo_draws
 from numpyro_fed.results.fit import Fit
@@ -237,7 +238,7 @@ def _score_program(split: SplitModel, marginal: Marginal) -> Any:
         found = jax.grad(lambda z: split.log_prior(z, theta))(z)
         return sum((jnp.sum(jax.vmap(of_silo)(*arrays), axis=0) for arrays in buckets), found)
 
-    return jax.jit(run, compiler_options=ONCE)
+    return jit(run, compiler_options=ONCE)
 
 
 def _program(split: SplitModel, marginal: Marginal, num: int) -> Any:
@@ -249,7 +250,7 @@ def _program(split: SplitModel, marginal: Marginal, num: int) -> Any:
 
         return jax.vmap(one)(words, args, mask)
 
-    return jax.jit(run)
+    return jit(run)
 
 
 def rank(truth: Any, draws: np.ndarray, ties: np.random.Generator) -> int:
@@ -278,7 +279,7 @@ def _vectors(split: SplitModel) -> Any:
         z = split.ravel({name: biject_to(trace[name]["fn"].support).inv(values[name]) for name in values})
         return z, split.constrain_global(z, theta)
 
-    return jax.jit(jax.vmap(one, in_axes=(0, None)), compiler_options=ONCE)
+    return jit(jax.vmap(one, in_axes=(0, None)), compiler_options=ONCE)
 
 
 def _check_finite(simulated: Simulated) -> None:

@@ -21,6 +21,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.local import minibatch
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.curvature import curvature
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import unoptimised
 
 Array = jax.Array
@@ -57,13 +58,13 @@ class Flat(NamedTuple):
 
     def prior_precision(self, w: Array) -> np.ndarray:
         """Minus the Hessian of the log prior, (d, d)."""
-        hessian = jax.jit(jax.hessian(self.log_prior), compiler_options=unoptimised())
+        hessian = jit(jax.hessian(self.log_prior), compiler_options=unoptimised())
         return -np.asarray(hessian(w), np.float64)
 
     def prior_curvature(self, w: Array) -> np.ndarray:
         """Its diagonal; exact where there is nothing else."""
         at = lambda w: curvature(jax.random.key(0), lambda away: self.log_prior(w + away), w.shape)
-        return np.asarray(jax.jit(at, compiler_options=unoptimised())(w), np.float64)
+        return np.asarray(jit(at, compiler_options=unoptimised())(w), np.float64)
 
     def log_likelihood(self, w: Array, data: SiloData) -> Array:
         """Of a silo."""

@@ -19,6 +19,7 @@ from numpyro_fed.methods.averaging import AveragingServer
 from numpyro_fed.methods.closing import OFF
 from numpyro_fed.methods.fedpa_posterior import DENSE, dense, low_rank
 from numpyro_fed.normal.moments import Precision
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import to_user_dtype, unoptimised
 
 Array = jax.Array
@@ -79,7 +80,7 @@ def closed(task: Task, prior: bool, left: Left, state: Closing) -> Left:
     if task.survey.known and len(rows) == task.survey.num_silos:
         gradient = found.gradient.sum(axis=0)
         if prior:
-            gradient += np.asarray(jax.jit(jax.grad(own.log_prior), compiler_options=unoptimised())(w), np.float64)
+            gradient += np.asarray(jit(jax.grad(own.log_prior), compiler_options=unoptimised())(w), np.float64)
         away = normal.size(gradient)
         if away > OFF:
             doubt = (

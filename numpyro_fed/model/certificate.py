@@ -25,6 +25,7 @@ from numpyro_fed.model import discrete as enum
 from numpyro_fed.model.layout import with_mask
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import PartitionError
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import compiled_once, unoptimised
 
 Array = jax.Array
@@ -75,7 +76,7 @@ def _program(split: SplitModel, arguments: tuple) -> Hashable:
 
 def _both_of(split: SplitModel) -> Any:
     """One program for silos of the same shapes."""
-    make = lambda: jax.jit(partial(_both, split), compiler_options=unoptimised())
+    make = lambda: jit(partial(_both, split), compiler_options=unoptimised())
     return remembered(make, "certificate", ByIdentity(split))
 
 

@@ -18,6 +18,7 @@ from numpyro_fed.model.layout import filled
 from numpyro_fed.model.partition_table import Site
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import unwrapped
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import ONCE
 
 Array = jax.Array
@@ -82,7 +83,7 @@ def predictor(posterior: Posterior, split: SplitModel) -> Callable[..., dict[str
     def run(call: Call, keys: Array, z: Array, server: PyTree, request: Request) -> dict[str, Array]:
         return jax.vmap(lambda key, z: predicted(posterior, split, call, key, z, server, request))(keys, z)
 
-    return jax.jit(run, static_argnums=0, compiler_options=ONCE)
+    return jit(run, static_argnums=0, compiler_options=ONCE)
 
 
 def local_key(key: Array, identity: Any) -> Array:

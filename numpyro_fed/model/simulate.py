@@ -26,6 +26,7 @@ from numpyro_fed.model.observations import silo_terms
 from numpyro_fed.model.provenance import provenance
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import PartitionError
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import ONCE
 
 Array = jax.Array
@@ -75,8 +76,8 @@ class Simulator:
         self.targets: list[Targets] = [
             put(tuple(tuple(places[read.argument, s] for s in read.sites) for read in self.reads)) for places in found
         ]
-        self._prior = jax.jit(partial(prior_draw, split), compiler_options=ONCE)
-        self._bucket = jax.jit(self._simulated, compiler_options=ONCE)
+        self._prior = jit(partial(prior_draw, split), compiler_options=ONCE)
+        self._bucket = jit(self._simulated, compiler_options=ONCE)
 
     def draw(self, key: Array, theta: dict[str, Array], z: Array | None = None) -> Simulated:
         """A data set.
@@ -158,7 +159,7 @@ class Simulator:
                 valid[site.name] = real_elements(site, shape, events, mask)
             return found, valid
 
-        places, valid = jax.device_get(jax.jit(jax.vmap(one), compiler_options=ONCE)(args, mask))
+        places, valid = jax.device_get(jit(jax.vmap(one), compiler_options=ONCE)(args, mask))
         out = {(i, s): np.where(valid[s], at, NOWHERE) for i, found in places.items() for s, at in found.items()}
         for site, real in valid.items():
             sources = np.sum([at != NOWHERE for (_, s), at in out.items() if s == site], axis=0)

@@ -18,6 +18,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.normal.families import as_family
 from numpyro_fed.normal.prior import normal_prior
+from numpyro_fed.pieces import jit
 
 Array = jax.Array
 POINTS = 6  # random weights and rows at which the certificate looks
@@ -234,7 +235,7 @@ def _uncertified(split: SplitModel, network: Network) -> str | None:
 def _differs(split: SplitModel, network: Network) -> str | None:
     draws = np.random.default_rng(0)
     with jax.enable_x64(True):  # no draws of the model are made here
-        own = jax.jit(jax.grad(lambda z, data: split.log_silo(z, {}, split.theta, data)))
+        own = jit(jax.grad(lambda z, data: split.log_silo(z, {}, split.theta, data)))
         doubt = "the log density does not depend on the weights, or is not finite, at made-up data"
         for filling in FILLINGS:
             seen = 0

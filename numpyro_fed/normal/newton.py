@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from numpyro_fed.normal import lapack
 from numpyro_fed.normal.matrices import diagonal
 
 Array = jax.Array
@@ -52,7 +51,7 @@ def positive_spectrum(matrix: Float[Array, "*rows d d"], floor: float) -> Spectr
     if matrix.shape[-1] == 1:
         values, vectors = matrix[..., 0], jnp.ones_like(matrix)
     else:
-        values, vectors = lapack.eigh(matrix) if matrix.ndim == 2 else jnp.linalg.eigh(matrix)
+        values, vectors = jnp.linalg.eigh(matrix)
     return Spectrum(jnp.maximum(jnp.abs(values), floor), vectors)
 
 

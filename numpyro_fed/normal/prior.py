@@ -17,6 +17,7 @@ from numpyro_fed.host import key_of, put
 from numpyro_fed.model.initial import initial
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.families import Family, Natural
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import unoptimised
 
 Array = jax.Array
@@ -43,7 +44,7 @@ def normal_prior(split: SplitModel, family: Family) -> Prior:
     if exact is not None:
         return exact
     num, one = int(np.clip(MOST_DRAWN // d, FEWEST, DRAWS)), lambda key: initial(split, init_to_sample, key)
-    drawn = jax.jit(lambda key: jax.vmap(one)(jax.random.split(key, num)), compiler_options=unoptimised())
+    drawn = jit(lambda key: jax.vmap(one)(jax.random.split(key, num)), compiler_options=unoptimised())
     draws = np.asarray(drawn(key_of(0)), np.float64)
     # medians and quartiles: a Cauchy has no moments, and draws of an explosive prior may overflow
     low, middle, high = np.nanquantile(np.where(np.isfinite(draws), draws, np.nan), [0.25, 0.5, 0.75], axis=0)
@@ -57,7 +58,7 @@ def _exact(split: SplitModel, family: Family) -> Prior | None:
         log_prior = lambda z: split.log_prior(z, split.theta)
         dense = d <= MOST_DENSE or family.kind == "full"
         curvature = jax.hessian(log_prior) if dense else partial(_along, log_prior, _probes(d))
-        seen = jax.jit(lambda at: (*jax.value_and_grad(log_prior)(at), curvature(at)), compiler_options=unoptimised())
+        seen = jit(lambda at: (*jax.value_and_grad(log_prior)(at), curvature(at)), compiler_options=unoptimised())
         places = _places(d)
         # not at zero, where NumPyro's gradients of logits are wrong
         values, slopes, curved = (np.stack(column) for column in zip(*map(seen, places), strict=True))

@@ -69,7 +69,7 @@ def moments(
         cross, steep = slope(draws, gradients), slope(gradients, gradients)
         scale = jax.lax.rsqrt(jnp.maximum(diagonal(steep), TINY))
         unit = scale[:, None] * steep * scale[None] + TINY * jnp.eye(d)  # gradients of a flat direction are all equal
-        regression = (scale[:, None] * lapack.solve(unit, scale[:, None] * cross)).T
+        regression = (scale[:, None] * jnp.linalg.solve(unit, scale[:, None] * cross)).T
         left = slope(draws, draws) - regression @ cross
         cov = 0.5 * (regression + regression.T) + (num - 1) / (num - 1 - d) * left
         return jnp.mean(draws, axis=0) - regression @ jnp.mean(gradients, axis=0), 0.5 * (cov + cov.T)

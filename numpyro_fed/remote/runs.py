@@ -19,6 +19,7 @@ from numpyro_fed.host import folded, key_of, shapes_of, zeros_like
 from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.methods.base import Method
 from numpyro_fed.model.survey import Survey
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import finite, for_rounds, in_user_precision, strong, unoptimised
 from numpyro_fed.remote.envelope import MOST_PAYLOAD
 from numpyro_fed.remote.errors import ToldError
@@ -151,7 +152,7 @@ class Run:
             step = self._steps.get((recipe, effort))
             if step is None:  # compiled once: JAX's own look-up takes longer than a small step
                 algorithm = in_user_precision(made.phase.algorithm, self.x64)
-                program = jax.jit(partial(_step, algorithm), compiler_options=for_rounds(effort))
+                program = jit(partial(_step, algorithm), compiler_options=for_rounds(effort))
                 step = self._steps[recipe, effort] = program.lower(*args).compile()
             message, state = step(*args)
         return jax.device_get(message), state
@@ -163,9 +164,7 @@ class Run:
             function: Any = phase.algorithm.init_silo if do == "start" else getattr(phase, do)
             if function is None:
                 raise ValueError("the phase does no such thing in silos")
-            self._compiled[do, recipe] = partial(
-                _in_user_precision, jax.jit(function, compiler_options=unoptimised()), x64
-            )
+            self._compiled[do, recipe] = partial(_in_user_precision, jit(function, compiler_options=unoptimised()), x64)
         return self._compiled[do, recipe]
 
 

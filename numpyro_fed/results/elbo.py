@@ -16,6 +16,7 @@ from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.silos import at_silo
 from numpyro_fed.keys import fold_in_name, identity
 from numpyro_fed.memo import ByIdentity
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import ONCE
 from numpyro_fed.results.draws import fit_stack
 from numpyro_fed.results.value import Fitted
@@ -53,7 +54,7 @@ def elbo(fit: Fitted, keys: Array) -> float:
     return float(total)
 
 
-@partial(jax.jit, static_argnums=(0, 1), compiler_options=ONCE)
+@partial(jit, static_argnums=(0, 1), compiler_options=ONCE)
 def _at_server(of: ByIdentity, within: ByIdentity, keys: Array, server: PyTree) -> tuple[Array, Array]:
     """Draws of the globals, and the mean of log p - log q there."""
     posterior, split = of.value, within.value
@@ -66,7 +67,7 @@ def _at_server(of: ByIdentity, within: ByIdentity, keys: Array, server: PyTree) 
     return z, jnp.mean(values)
 
 
-@partial(jax.jit, static_argnums=0, compiler_options=ONCE)
+@partial(jit, static_argnums=0, compiler_options=ONCE)
 def _in_silo(of: ByIdentity, keys: Array, z: Array, server: PyTree, silo: PyTree, data: SiloData) -> Array:
     """The silo's mean term at these draws: a number is all that leaves."""
     term = lambda key_and_z: of.value.silo_elbo(*key_and_z, server, silo, data)

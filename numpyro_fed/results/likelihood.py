@@ -13,6 +13,7 @@ from numpyro_fed.data.padding import SiloData, axis_lengths
 from numpyro_fed.model.forward import local_key, silo_latents
 from numpyro_fed.model.observations import counted
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import ONCE
 
 Array = jax.Array
@@ -30,7 +31,7 @@ def observations(split: SplitModel) -> Callable[[SiloData], Observations]:
             values[name], counts[name] = jnp.broadcast_to(site["value"], shape), counted(site)
         return values, counts
 
-    return jax.jit(run, compiler_options=ONCE)
+    return jit(run, compiler_options=ONCE)
 
 
 def log_likelihoods(posterior: Posterior, split: SplitModel) -> Callable[..., dict[str, Array]]:
@@ -56,7 +57,7 @@ def log_likelihoods(posterior: Posterior, split: SplitModel) -> Callable[..., di
             found |= {name: terms[name] for name in _summed_out(split)}
         return found
 
-    return jax.jit(jax.vmap(one, in_axes=(0, 0, None, None, None, None, None)), compiler_options=ONCE)
+    return jit(jax.vmap(one, in_axes=(0, 0, None, None, None, None, None)), compiler_options=ONCE)
 
 
 def _summed_out(split: SplitModel) -> list[str]:

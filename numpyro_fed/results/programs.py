@@ -10,6 +10,7 @@ from numpyro_fed.algorithm import Posterior, PyTree
 from numpyro_fed.data.padding import SiloData, axis_lengths
 from numpyro_fed.model import forward, new_units
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import ONCE
 from numpyro_fed.results import likelihood
 
@@ -29,7 +30,7 @@ class Programs:
     @cached_property
     def z(self) -> Callable[[Array, PyTree], Array]:
         """``(keys, server) -> draws of z_G``, (S, d)."""
-        return jax.jit(jax.vmap(self.posterior.sample, in_axes=(0, None)), compiler_options=ONCE)
+        return jit(jax.vmap(self.posterior.sample, in_axes=(0, None)), compiler_options=ONCE)
 
     @cached_property
     def global_sites(self) -> Callable[[Array, PyTree], Draws]:
@@ -39,7 +40,7 @@ class Programs:
         def one(z: Array, server: PyTree) -> Draws:
             return split.constrain_global(z, posterior.theta(server))
 
-        return jax.jit(jax.vmap(one, in_axes=(0, None)), compiler_options=ONCE)
+        return jit(jax.vmap(one, in_axes=(0, None)), compiler_options=ONCE)
 
     @cached_property
     def local_sites(self) -> Callable[..., Draws]:
@@ -58,7 +59,7 @@ class Programs:
             discrete = forward.discrete_key(key, identity)
             return split.constrain_local(z, z_local, posterior.theta(server), data, discrete)
 
-        return jax.jit(jax.vmap(one, in_axes=(0, 0, None, None, None, None, None)), compiler_options=ONCE)
+        return jit(jax.vmap(one, in_axes=(0, 0, None, None, None, None, None)), compiler_options=ONCE)
 
     @cached_property
     def predictor(self) -> Callable[..., Draws]:

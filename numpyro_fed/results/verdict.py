@@ -31,6 +31,7 @@ from numpyro_fed.host import real_dtype
 from numpyro_fed.memo import ByIdentity, remembered
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.normal.gaussian import Normal
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import ONCE
 from numpyro_fed.results.correction import FEW, TRUSTED, Correction
 from numpyro_fed.results.importance import pareto_smoothed
@@ -299,5 +300,5 @@ def foresee_globals(split: SplitModel) -> None:
 
 
 def _constrained(split: SplitModel) -> Any:
-    make = lambda: jax.jit(jax.vmap(split.constrain_global, (0, None)), compiler_options=ONCE)
+    make = lambda: jit(jax.vmap(split.constrain_global, (0, None)), compiler_options=ONCE)
     return remembered(make, "globals", ByIdentity(split))

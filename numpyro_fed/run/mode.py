@@ -43,6 +43,7 @@ from numpyro_fed.normal.newton import (
     start_search,
     unit_diagonal,
 )
+from numpyro_fed.pieces import jit
 from numpyro_fed.precision import in_x64, to_user_dtype, unoptimised
 
 Array = jax.Array
@@ -250,7 +251,7 @@ def mode_to_warm_start(split: SplitModel, server: ModeServer) -> WarmStart:
         return x[:d], chol, scale[:d], x[d:], scale[d:]
 
     if concrete(search):  # on the host it is one program, elsewhere a part of another
-        parts = jax.jit(parts, compiler_options=unoptimised())
+        parts = jit(parts, compiler_options=unoptimised())
     loc, chol, sd, theta, theta_sd = parts(search.x, search.precision)
     unravel = ravel_pytree(split.theta)[1] if split.theta else lambda _: {}
     return WarmStart(loc, chol, sd, unravel(theta), unravel(theta_sd))

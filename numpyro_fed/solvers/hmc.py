@@ -185,9 +185,9 @@ class HMC(BaseSolver):
         mean, cov = jnp.mean(draws, axis=0), jnp.atleast_2d(jnp.cov(draws.T))
         if self.stein:
             better_mean, better_cov = to_user_dtype(stein.moments(draws, downhill))
-            useful = lapack.eigvalsh(better_cov)[0] > 0  # before chains have come to rest it may be no covariance
+            useful = jnp.linalg.eigvalsh(better_cov)[0] > 0  # before chains have come to rest it may be no covariance
             mean, cov = jnp.where(useful, better_mean, mean), jnp.where(useful, better_cov, cov)
-        values, vectors = lapack.eigh(cov)
+        values, vectors = jnp.linalg.eigh(cov)
         chance = math.sqrt(d / num)
         fits = (values[0] > (1 - chance) ** 2 / WIDE) & (values[-1] < (1 + chance) ** 2 * WIDE)
         fits = fits & (jnp.max(jnp.abs(mean)) < FAR)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_fed.local.integrate import Factor
-from numpyro_fed.normal import lapack
 from numpyro_fed.normal.affine import Coordinates, compose, coordinates, near_zero, pull_back, to_z, with_lower_root
 from numpyro_fed.normal.families import Natural
 from numpyro_fed.normal.newton import derivatives, find_mode, floored_inverse_root, unit_diagonal
@@ -51,7 +50,7 @@ def newton(
         # at exactly zero NumPyro's gradients of logits are wrong
         mode = find_mode(look, near_zero(at.mean.shape[0]), now.frame, limit)
         root = in_x64(lambda precision: floored_inverse_root(precision, FLOOR))(mode.precision)
-        least = jnp.min(jnp.abs(lapack.eigvalsh(unit_diagonal(mode.precision)[0])))
+        least = jnp.min(jnp.abs(jnp.linalg.eigvalsh(unit_diagonal(mode.precision)[0])))
         found = with_lower_root(compose(now.at, mode.x, root))
         return _Found(found, mode.carried, mode.converged, least < FLOOR, now.passes + 1)
 

@@ -1,0 +1,140 @@
+r"""Large batches of matrices in pieces: on some versions of jaxlib programs that decompose them wait for ever.
+
+On a CPU, jaxlib 0.10 cuts a LAPACK call for a batch of matrices into tasks of about 200,000 operations each, hands
+these to the threads that run the program, and waits for them in the thread that makes the call, which is one of them.
+As many such calls at once as there are threads wait for one another, and the program never ends: on two cores, two
+models with a ``dist.MultivariateNormal`` in two threads, or one model with three of them. JAX 0.11.2 does not cut any
+more, but for Python 3.11 there is no such version.
+
+So programs of a user's model are looked through after they were differentiated and vectorised: a call that would be cut
+becomes a loop over pieces that are not. What is computed is the same, number for number.
+
+>>> import jax.numpy as jnp
+>>> solve = jax.vmap(lambda a: jnp.linalg.cholesky(a) * 2)
+>>> matrices = 4 * jnp.ones((500_000, 1, 1))
+>>> "scan" in str(jax.make_jaxpr(solve)(matrices)), bool(jnp.all(jit(solve)(matrices) == 4))
+(False, True)
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+UNCUT = 200_000  # operations, by jaxlib's own count: up to here a batch is not cut
+MENDED = (0, 11, 2)  # jaxlib's version
+
+# An upper bound of jaxlib's count for one matrix, of its larger side and of numbers on a right-hand side. The counts of
+# 0.10.2, read off the size of its tasks: n b for b numbers, n^3 / 3, n^3; of the others 10 n^3 at most.
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "triangular_solve": lambda n, b: 2 * n * b,
+    "cholesky": lambda n, b: n**3,
+    "lu": lambda n, b: 2 * n**3,
+}
+OTHERS = ("eigh", "eig", "svd", "qr", "geqrf", "geqp3", "householder_product", "ormqr", "schur", "hessenberg")
+OPERATIONS |= dict.fromkeys(OTHERS, lambda n, b: 30 * n**3)
+
+
+@cache
+def cut_by_jaxlib() -> bool:
+    """Whether this jaxlib cuts batches."""
+    version = tuple(int(part) for part in jaxlib.__version__.split(".")[:3] if part.isdigit())
+    return version < MENDED and jax.default_backend() == "cpu"
+
+
+def jit(function: Callable[..., Any], static_argnums: int | Sequence[int] = (), **options: Any) -> Any:
+    """``jax.jit``, for what evaluates a user's model: with large batches of matrices in pieces."""
+    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    return jax.jit(in_pieces(function, static), static_argnums=static, **options)
+
+
+def in_pieces(function: Callable[..., Any], static_argnums: Sequence[int] = ()) -> Callable[..., Any]:
+    """The function, large batches of matrices in pieces: the outermost of a program, after all derivatives."""
+
+    inner = jax.jit(function, static_argnums=tuple(static_argnums))
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        if not cut_by_jaxlib():
+            return function(*args)
+        traced = inner.trace(*args)
+        closed = rewritten(traced.jaxpr)
+        if closed is traced.jaxpr:
+            return inner(*args)  # as it was traced, in one equation
+        given = [arg for place, arg in enumerate(args) if place not in static_argnums]
+        found = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(given))
+        return jax.tree.unflatten(jax.tree.structure(traced.out_info), found)
+
+    return run
+
+
+def unwrapped(closed: Any) -> Any:
+    """A traced program without the call that is all there is to it."""
+    eqns, jaxpr = closed.jaxpr.eqns, closed.jaxpr
+    lone = len(eqns) == 1 and eqns[0].primitive.name in ("jit", "pjit") and not closed.consts
+    if lone and list(eqns[0].invars) == list(jaxpr.invars) and list(eqns[0].outvars) == list(jaxpr.outvars):
+        return eqns[0].params["jaxpr"]
+    return closed
+
+
+def rewritten(closed: Any) -> Any:
+    """A traced function whose large batches are in pieces; itself, where it has none."""
+    if isinstance(closed, ClosedJaxpr):
+        jaxpr = rewritten(closed.jaxpr)
+        return closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr)
+    eqns = [_equation(eqn) for eqn in closed.eqns]
+    if all(new is old for new, old in zip(eqns, closed.eqns, strict=True)):
+        return closed
+    return closed.replace(eqns=eqns)
+
+
+def _equation(eqn: JaxprEqn) -> JaxprEqn:
+    if eqn.primitive.name in OPERATIONS:
+        num = uncut(eqn.primitive.name, [var.aval.shape for var in eqn.invars])
+        return eqn if num is None else _loop(eqn, num)
+    params = {name: _inside(value) for name, value in eqn.params.items()}
+    return eqn if all(params[name] is eqn.params[name] for name in params) else eqn.replace(params=params)
+
+
+def _inside(value: Any) -> Any:
+    """Of an equation's parameter: what it calls, loops over or chooses from."""
+    if isinstance(value, Jaxpr | ClosedJaxpr):
+        return rewritten(value)
+    if isinstance(value, tuple) and any(isinstance(each, Jaxpr | ClosedJaxpr) for each in value):
+        new = [_inside(each) for each in value]
+        if any(a is not b for a, b in zip(new, value, strict=True)):
+            return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
+    return value
+
+
+def uncut(name: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
+    """How many matrices jaxlib leaves together; None where it leaves all.
+
+    >>> uncut("cholesky", [(5, 100, 20, 20)]), uncut("cholesky", [(5, 4, 20, 20)]), uncut("cholesky", [(900, 900)])
+    (25, None, None)
+    """
+    *batch, rows, columns = shapes[0]
+    right = int(np.prod(shapes[-1][len(batch) :], dtype=np.int64))
+    most = max(1, UNCUT // max(1, OPERATIONS[name](max(rows, columns), right)))
+    return None if np.prod(batch, dtype=np.int64) <= most else most
+
+
+def _loop(eqn: JaxprEqn, num: int) -> JaxprEqn:
+    """The same equation, ``num`` matrices at a time."""
+    axes = eqn.invars[0].aval.ndim - 2
+    batch = eqn.invars[0].aval.shape[:axes]
+
+    def pieces(*operands: Any) -> Any:
+        flat = tuple(each.reshape(-1, *each.shape[axes:]) for each in operands)
+        one = lambda each: eqn.primitive.bind(*each, **eqn.params)
+        found = jax.lax.map(one, flat, batch_size=num if num > 1 else None)
+        return jax.tree.map(lambda each: each.reshape(*batch, *each.shape[1:]), found)
+
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+    with jax.enable_x64(True):
+        (call,) = jax.make_jaxpr(jax.jit(pieces))(*shapes).eqns
+    return call.replace(invars=eqn.invars, outvars=eqn.outvars)
