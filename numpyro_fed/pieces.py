@@ -18,10 +18,10 @@ becomes a loop over pieces that are not. What is computed is the same, number fo
 
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
+from importlib.metadata import version
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
@@ -42,8 +42,8 @@ OPERATIONS |= dict.fromkeys(OTHERS, lambda n, b: 30 * n**3)
 @cache
 def cut_by_jaxlib() -> bool:
     """Whether this jaxlib cuts batches."""
-    version = tuple(int(part) for part in jaxlib.__version__.split(".")[:3] if part.isdigit())
-    return version < MENDED and jax.default_backend() == "cpu"
+    own = tuple(int(part) for part in version("jaxlib").split(".")[:3] if part.isdigit())
+    return own < MENDED and jax.default_backend() == "cpu"
 
 
 def jit(function: Callable[..., Any], static_argnums: int | Sequence[int] = (), **options: Any) -> Any:
@@ -94,7 +94,7 @@ def rewritten(closed: Any) -> Any:
 
 def _equation(eqn: JaxprEqn) -> JaxprEqn:
     if eqn.primitive.name in OPERATIONS:
-        num = uncut(eqn.primitive.name, [var.aval.shape for var in eqn.invars])
+        num = uncut(eqn.primitive.name, [shape.shape for shape in _shapes(eqn)])
         return eqn if num is None else _loop(eqn, num)
     params = {name: _inside(value) for name, value in eqn.params.items()}
     return eqn if all(params[name] is eqn.params[name] for name in params) else eqn.replace(params=params)
@@ -125,16 +125,19 @@ def uncut(name: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
 
 def _loop(eqn: JaxprEqn, num: int) -> JaxprEqn:
     """The same equation, ``num`` matrices at a time."""
-    axes = eqn.invars[0].aval.ndim - 2
-    batch = eqn.invars[0].aval.shape[:axes]
+    shapes = _shapes(eqn)
+    axes = len(shapes[0].shape) - 2
 
     def pieces(*operands: Any) -> Any:
         flat = tuple(each.reshape(-1, *each.shape[axes:]) for each in operands)
         one = lambda each: eqn.primitive.bind(*each, **eqn.params)
         found = jax.lax.map(one, flat, batch_size=num if num > 1 else None)
-        return jax.tree.map(lambda each: each.reshape(*batch, *each.shape[1:]), found)
+        return jax.tree.map(lambda each: each.reshape(*shapes[0].shape[:axes], *each.shape[1:]), found)
 
-    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
     with jax.enable_x64(True):
         (call,) = jax.make_jaxpr(jax.jit(pieces))(*shapes).eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars)
+
+
+def _shapes(eqn: Any) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
