@@ -6,27 +6,30 @@ As many such calls at once as there are threads wait for one another, and the pr
 models with a ``dist.MultivariateNormal`` in two threads, or one model with three of them. JAX 0.11.2 does not cut any
 more, but for Python 3.11 there is no such version.
 
-So programs of a user's model are looked through after they were differentiated and vectorised: a call that would be cut
-becomes a loop over pieces that are not. What is computed is the same, number for number.
+So programs of a user's model are looked through after they were differentiated and vectorised. A call that would be cut
+becomes a loop over pieces that are not: the same numbers. Matrices of up to four rows are factorised and solved with
+number by number instead, all of the batch at once: LAPACK takes longer to be called for one of them than for its work.
 
->>> import jax.numpy as jnp
 >>> solve = jax.vmap(lambda a: jnp.linalg.cholesky(a) * 2)
->>> matrices = 4 * jnp.ones((500_000, 1, 1))
->>> "scan" in str(jax.make_jaxpr(solve)(matrices)), bool(jnp.all(jit(solve)(matrices) == 4))
-(False, True)
+>>> matrices = jnp.broadcast_to(4 * jnp.eye(8), (2_000, 8, 8))
+>>> bool(jnp.all(jit(solve)(matrices) == matrices)), "scan" in str(jit(solve).trace(matrices[:5]).jaxpr)
+(True, False)
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib.metadata import version
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+Array = jax.Array
 UNCUT = 200_000  # operations, by jaxlib's own count: up to here a batch is not cut
 MENDED = (0, 11, 2)  # jaxlib's version
+FEW = 4  # rows of a matrix, up to which it is gone through number by number
 
 # An upper bound of jaxlib's count for one matrix, of its larger side and of numbers on a right-hand side. The counts of
 # 0.10.2, read off the size of its tasks: n b for b numbers, n^3 / 3, n^3; of the others 10 n^3 at most.
@@ -95,7 +98,10 @@ def rewritten(closed: Any) -> Any:
 def _equation(eqn: JaxprEqn) -> JaxprEqn:
     if eqn.primitive.name in OPERATIONS:
         num = uncut(eqn.primitive.name, [shape.shape for shape in _shapes(eqn)])
-        return eqn if num is None else _loop(eqn, num)
+        if num is None:
+            return eqn
+        by_number = BY_NUMBER.get(eqn.primitive.name) if _shapes(eqn)[0].shape[-1] <= FEW else None
+        return _call(eqn, partial(by_number, **eqn.params) if by_number else _loop(eqn, num))
     params = {name: _inside(value) for name, value in eqn.params.items()}
     return eqn if all(params[name] is eqn.params[name] for name in params) else eqn.replace(params=params)
 
@@ -123,21 +129,59 @@ def uncut(name: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
     return None if np.prod(batch, dtype=np.int64) <= most else most
 
 
-def _loop(eqn: JaxprEqn, num: int) -> JaxprEqn:
-    """The same equation, ``num`` matrices at a time."""
-    shapes = _shapes(eqn)
-    axes = len(shapes[0].shape) - 2
-
-    def pieces(*operands: Any) -> Any:
-        flat = tuple(each.reshape(-1, *each.shape[axes:]) for each in operands)
-        one = lambda each: eqn.primitive.bind(*each, **eqn.params)
-        found = jax.lax.map(one, flat, batch_size=num if num > 1 else None)
-        return jax.tree.map(lambda each: each.reshape(*shapes[0].shape[:axes], *each.shape[1:]), found)
-
+def _call(eqn: JaxprEqn, function: Callable[..., Any]) -> JaxprEqn:
+    """A function's call in the place of an equation."""
     with jax.enable_x64(True):
-        (call,) = jax.make_jaxpr(jax.jit(pieces))(*shapes).eqns
+        (call,) = jax.make_jaxpr(jax.jit(function))(*_shapes(eqn)).eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars)
 
 
 def _shapes(eqn: Any) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+
+
+def _loop(eqn: JaxprEqn, num: int) -> Callable[..., Any]:
+    """What the equation does, ``num`` matrices at a time."""
+
+    def pieces(*operands: Any) -> Any:
+        batch = operands[0].shape[:-2]
+        flat = tuple(each.reshape(-1, *each.shape[len(batch) :]) for each in operands)
+        one = lambda each: eqn.primitive.bind(*each, **eqn.params)
+        found = jax.lax.map(one, flat, batch_size=num if num > 1 else None)
+        return jax.tree.map(lambda each: each.reshape(*batch, *each.shape[1:]), found)
+
+    return pieces
+
+
+def solved_by_number(
+    a: Array, b: Array, *, left_side: bool, lower: bool, transpose_a: bool, conjugate_a: bool, unit_diagonal: bool
+) -> Array:
+    """``jax.lax.linalg.triangular_solve``, row after row."""
+    a = jnp.conj(a) if conjugate_a else a
+    a, lower = (a.mT, not lower) if transpose_a == left_side else (a, lower)  # x a = b is a' x' = b'
+    b = b if left_side else b.mT
+    found: dict[int, Array] = {}
+    for i in range(a.shape[-1]) if lower else reversed(range(a.shape[-1])):
+        rest = b[..., i, :]
+        for j, x in found.items():
+            rest = rest - a[..., i, j, None] * x
+        found[i] = rest if unit_diagonal else rest / a[..., i, i, None]
+    x = jnp.stack([found[i] for i in range(a.shape[-1])], axis=-2)
+    return x if left_side else x.mT
+
+
+def factorised_by_number(a: Array, **_: Any) -> Array:
+    """``jax.lax.linalg.cholesky``, column after column; NaN where a matrix has none."""
+    n = a.shape[-1]
+    root: dict[tuple[int, int], Array] = {}
+    for j in range(n):
+        for i in range(j, n):
+            rest = a[..., i, j] - sum(root[i, k] * jnp.conj(root[j, k]) for k in range(j))
+            root[i, j] = jnp.sqrt(rest) if i == j else rest / root[j, j]
+    zero = jnp.zeros_like(a[..., 0, 0])
+    rows = [jnp.stack([root.get((i, j), zero) for j in range(n)], axis=-1) for i in range(n)]
+    exists = jnp.all(jnp.stack([jnp.real(root[i, i]) > 0 for i in range(n)]), axis=0)
+    return jnp.where(exists[..., None, None], jnp.stack(rows, axis=-2), jnp.nan)
+
+
+BY_NUMBER: dict[str, Callable[..., Array]] = {"triangular_solve": solved_by_number, "cholesky": factorised_by_number}

@@ -23,6 +23,8 @@ OPERATIONS = {
     "solve_lower": lambda a, b: solve_triangular(a, b, lower=True),
     "solve_upper": lambda a, b: solve_triangular(a, b[:, 0], trans=1),
     "solve_right": lambda a, b: jax.lax.linalg.triangular_solve(a, b.T, lower=True),
+    "solve_right_transposed": lambda a, b: jax.lax.linalg.triangular_solve(a, b.T, lower=True, transpose_a=True),
+    "solve_unit": lambda a, b: jax.lax.linalg.triangular_solve(a, b, left_side=True, unit_diagonal=True),
     "solve": jnp.linalg.solve,
     "eigh": lambda a, b: jnp.linalg.eigh(a),
     "eigvalsh": lambda a, b: jnp.linalg.eigvalsh(a),
@@ -56,22 +58,35 @@ def calls(closed: Any) -> list[int | None]:
 
 
 @pytest.mark.skipif(not pieces.cut_by_jaxlib(), reason="this jaxlib cuts nothing")
+@pytest.mark.parametrize("d", [3, 5])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_numbers_are_the_same(name, monkeypatch, x64):
-    """A batch of matrices in pieces of a few, in two axes, and the last piece shorter: as each of them alone."""
+def test_numbers_are_the_same(name, d, monkeypatch, x64):
+    """Number by number, or in pieces of a few, in two axes, and the last piece shorter: as each matrix alone."""
     monkeypatch.setattr(pieces, "UNCUT", 200)
-    function, (a, b) = OPERATIONS[name], matrices(35, 3)
+    function, (a, b) = OPERATIONS[name], matrices(35, d)
     alone = [jax.jit(function)(*given) for given in zip(a, b, strict=True)]
     twice = jax.vmap(jax.vmap(function))
-    a, b = a.reshape(5, 7, 3, 3), b.reshape(5, 7, 3, 3)
+    a, b = a.reshape(5, 7, d, d), b.reshape(5, 7, d, 3)
     program = pieces.jit(twice)
     assert any(calls(jax.make_jaxpr(twice)(a, b))), "nothing to cut"
     left = calls(program.trace(a, b).jaxpr)
-    assert left and not any(left)
+    assert not any(left) and (left or d <= pieces.FEW)
     together = jax.tree.map(lambda *each: jnp.stack(each), *alone)
     for one, other in zip(jax.tree.leaves(program(a, b)), jax.tree.leaves(together), strict=True):
         np.testing.assert_allclose(one.reshape(other.shape), other, rtol=1e-11, atol=1e-11)
         assert one.dtype == other.dtype
+
+
+@pytest.mark.skipif(not pieces.cut_by_jaxlib(), reason="this jaxlib cuts nothing")
+@pytest.mark.parametrize("d", [2, 5])
+def test_matrices_without_a_root(d, monkeypatch, x64):
+    """NaN, as LAPACK's, and the others as they are."""
+    monkeypatch.setattr(pieces, "UNCUT", 100)
+    a, _ = matrices(20, d)
+    a = a.at[3, 1, 1].set(-1.0).at[7].set(0.0).at[9, 0, 0].set(jnp.nan)
+    alone = jnp.stack([jnp.linalg.cholesky(each) for each in a])
+    np.testing.assert_allclose(pieces.jit(jnp.linalg.cholesky)(a), alone, rtol=1e-12, atol=1e-12)
+    assert np.isnan(np.diagonal(alone, 0, 1, 2)).all(axis=1).nonzero()[0].tolist() == [3, 7, 9]
 
 
 @pytest.mark.skipif(not pieces.cut_by_jaxlib(), reason="this jaxlib cuts nothing")
@@ -114,7 +129,7 @@ def correlated(num: int) -> Any:
 
 @pytest.mark.skipif(not pieces.cut_by_jaxlib(), reason="this jaxlib cuts nothing")
 def test_a_model_of_many_matrices(monkeypatch):
-    """EP waited for ever at its check, on two cores: eight rows are enough. Smaller pieces change nothing."""
+    """EP waited for ever at its check, on two cores. Number by number or in pieces, all is alike."""
     rng = np.random.default_rng(0)
     rows = lambda n: dict(x=rng.normal(size=n).astype("f"), y=rng.normal(size=(n, 2)).astype("f"))
     silos = nf.Silos({"leeds": rows(5), "york": rows(3)})
@@ -123,12 +138,12 @@ def test_a_model_of_many_matrices(monkeypatch):
         fit = nf.EP(correlated(num)).run(jax.random.key(0), silos, num_rounds=2, progress_bar=False)
         return fit, fit.sample_local(jax.random.key(1), 50, silo="york")
 
-    loops: list[int] = []
-    make = pieces._loop
-    monkeypatch.setattr(pieces, "_loop", lambda eqn, num: loops.append(num) or make(eqn, num))
+    calls_made: list[str] = []
+    make = pieces._call
+    monkeypatch.setattr(pieces, "_call", lambda eqn, f: calls_made.append(eqn.primitive.name) or make(eqn, f))
     plain, own = fitted(0)
-    assert loops
-    monkeypatch.setattr(pieces, "UNCUT", 20_000)
+    assert "triangular_solve" in calls_made
+    monkeypatch.setattr(pieces, "FEW", 1)
     fit, own_in_pieces = fitted(1)
     assert fit.verdict.status == plain.verdict.status
     scale = np.sqrt(np.diagonal(plain.normal().covariance))
