@@ -2,7 +2,9 @@
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Real
 from typing import Any
 
@@ -27,11 +29,32 @@ class VerdictWarning(UserWarning):
     """The fit itself doubts its posterior; the message says why and what to type."""
 
 
+_unsaid: ContextVar[tuple[type[Warning], ...]] = ContextVar("unsaid", default=())
+
+
+@contextmanager
+def unsaid(*categories: type[Warning]) -> Iterator[None]:
+    """Without the library's own warnings of these kinds, in this thread.
+
+    Python's filters are the whole process's: ``warnings.catch_warnings`` here would silence a run in another thread.
+
+    >>> with unsaid(VerdictWarning):
+    ...     warn_user("still moving", VerdictWarning)
+    """
+    token = _unsaid.set((*_unsaid.get(), *categories))
+    try:
+        yield
+    finally:
+        _unsaid.reset(token)
+
+
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """A warning that points at the user's line: the nearest that is not of this package, nor of those it calls through.
 
     Frames are counted when the warning is raised, so that it may move from function to function.
     """
+    if issubclass(category, _unsaid.get()):
+        return
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
         frame, level = frame.f_back, level + 1

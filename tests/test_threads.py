@@ -13,7 +13,9 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed import memo
+from numpyro_fed.checks import unsaid, warn_user
 from numpyro_fed.host import undisturbed
+from numpyro_fed.threads import unvalidated
 
 
 def logistic(x, y):
@@ -68,6 +70,79 @@ def test_models_are_traced_in_threads() -> None:
     expected = [job() for job in jobs]
     for found in (together(*jobs, *jobs) for _ in range(3)):
         assert found == expected * 2
+
+
+def validates() -> bool:
+    """Whether a distribution made now has its arguments looked at."""
+    try:
+        dist.Normal(0, -1)
+    except ValueError:
+        return True
+    return False
+
+
+def test_validation_is_off_in_one_thread_alone() -> None:
+    """Who leaves first turns nothing on for the other; in the end the flag is what it was."""
+    entered, left = threading.Barrier(3, timeout=10), threading.Barrier(3, timeout=10)
+
+    def first() -> bool:
+        with unvalidated():
+            entered.wait()
+        left.wait()
+        return validates()
+
+    def second() -> bool:
+        with unvalidated():
+            entered.wait()
+            left.wait()
+            return validates()
+
+    def third() -> bool:
+        entered.wait()
+        meanwhile = validates()
+        left.wait()
+        return meanwhile
+
+    assert together(first, second, third) == [True, False, True]
+    assert validates()
+
+
+def test_a_users_word_on_validation_holds() -> None:
+    """``numpyro.enable_validation`` is the process's, also when it is said between two runs."""
+    with numpyro.validation_enabled(False):
+        assert not validates() and together(validates) == [False]
+        with unvalidated(), unvalidated():
+            assert not validates()
+        assert not validates()
+    assert validates() and together(validates) == [True]
+    with unvalidated(), pytest.raises(ValueError, match="on or off"):
+        dist.Distribution.set_default_validate_args("no")
+    with unvalidated():
+        assert dist.Normal(0.0, 1.0, validate_args=True)._validate_args  # a distribution's own goes before
+    assert validates()
+
+
+def test_warnings_are_unsaid_in_one_thread_alone() -> None:
+    """A calibration does not tell what its fits say; a fit in another thread does."""
+    entered, said = threading.Barrier(2, timeout=10), threading.Barrier(2, timeout=10)
+
+    def calibrates() -> None:
+        with unsaid(UserWarning):
+            entered.wait()
+            warn_user("moving", nf.VerdictWarning)
+            said.wait()
+
+    def fits() -> None:
+        entered.wait()
+        try:
+            warn_user("not to be trusted")
+        finally:
+            said.wait()
+
+    quiet, loud = together(calibrates, fits)
+    assert quiet is None and isinstance(loud, UserWarning)  # warnings are errors in tests
+    with unsaid(nf.VerdictWarning), pytest.warns(UserWarning, match="wide"):
+        warn_user("wide")
 
 
 def ep() -> Any:

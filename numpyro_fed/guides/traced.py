@@ -10,7 +10,8 @@ from typing import Any
 import jax
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
-from numpyro.distributions.distribution import validation_enabled
+
+from numpyro_fed.threads import unvalidated
 
 Array = jax.Array
 
@@ -18,7 +19,7 @@ Array = jax.Array
 def guide_trace(guide: Callable, kwargs: dict, params: dict, key: Array, held: dict | None = None) -> dict[str, dict]:
     """One run of the guide: params set (constrained), sites in ``held`` held, the others drawn."""
     guide = handlers.substitute(guide, data={**params, **(held or {})})
-    with validation_enabled(False):
+    with unvalidated():
         return handlers.trace(handlers.seed(guide, key)).get_trace(**kwargs)
 
 

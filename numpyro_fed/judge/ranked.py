@@ -1,7 +1,6 @@
 """One simulated data set: a posterior of it, and the rank of the truth among the posterior's draws."""
 
 import time
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro import handlers
 from numpyro.distributions import biject_to
-from numpyro.distributions.distribution import validation_enabled
 from scipy.stats import norm
 
 from numpyro_fed.algorithm import Broadcast
+from numpyro_fed.checks import unsaid
 from numpyro_fed.data.inputs import leaves
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.silos import Silos, at_silo
@@ -36,6 +35,7 @@ from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.scalars import scalars
 from numpyro_fed.run.prepare import prepare
 from numpyro_fed.run.target import LOCAL_STEPS, TargetBroadcast, exact_marginal, target_round
+from numpyro_fed.threads import unvalidated
 
 Array = jax.Array
 ALL = "log p(all silos)"
@@ -135,8 +135,7 @@ class Posteriors:
 
     def _drawn(self, simulated: Simulated, key: Array) -> Drawn:
         silos = simulated.silos
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what fits say of themselves is counted
+        with unsaid(UserWarning):  # what fits say of themselves is counted
             if hasattr(self.method, "run"):
                 fit = self.method.run(key, silos, **self.options)
             else:
@@ -274,7 +273,7 @@ def _vectors(split: SplitModel) -> Any:
     def one(values: dict[str, Array], theta: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
         model = handlers.substitute(split.model, data=values | split.constrain_theta(theta) | split.constants)
         kwargs = split.spec.kwargs(split.dummy())
-        with validation_enabled(False):
+        with unvalidated():
             trace = handlers.trace(handlers.seed(model, jax.random.PRNGKey(0))).get_trace(**kwargs)
         z = split.ravel({name: biject_to(trace[name]["fn"].support).inv(values[name]) for name in values})
         return z, split.constrain_global(z, theta)

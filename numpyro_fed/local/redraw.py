@@ -4,12 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from numpyro.distributions.distribution import validation_enabled
 
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.model.forward import forward
 from numpyro_fed.model.observations import silo_terms
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.threads import unvalidated
 
 Array = jax.Array
 
@@ -26,7 +26,7 @@ def redraw(split: SplitModel, z: Array, theta: dict, data: SiloData, key: Array)
             "solver='iasg', which asks for gradients only"
         )
     try:
-        with validation_enabled(False):
+        with unvalidated():
             drawn = forward(split, split.unravel(z), theta, split.spec.kwargs(data), key)
     except NotImplementedError as error:
         raise ValueError(

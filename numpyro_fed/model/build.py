@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions import biject_to, constraints
-from numpyro.distributions.distribution import validation_enabled
 
 from numpyro_fed.data.padding import CallSpec, SiloData, call_spec, shared_arrays
 from numpyro_fed.data.silos import Silos
@@ -24,6 +23,7 @@ from numpyro_fed.model.partition_table import Partition
 from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.support import check_support
 from numpyro_fed.model.trace import Model, PartitionError, init_to_zero, traced
+from numpyro_fed.threads import unvalidated
 
 Array = jax.Array
 
@@ -81,7 +81,7 @@ def from_spec(model: Model, part: Partition, spec: CallSpec, shared: tuple[Array
     values: dict[str, Any] = {}
     limits: dict[str, Any] = {}
     if params:
-        with validation_enabled(False):  # the dummy's zeros need not be valid data
+        with unvalidated():  # the dummy's zeros need not be valid data
             trace = traced(model, spec.kwargs(spec.dummy()._replace(shared=shared)), start=init_to_zero)
         for name in params:
             values[name] = trace[name]["value"]

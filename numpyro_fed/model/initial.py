@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from numpyro import handlers
 from numpyro.distributions import biject_to
-from numpyro.distributions.distribution import validation_enabled
 from numpyro.distributions.util import sum_rightmost
 from numpyro.infer import init_to_uniform
 
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.threads import unvalidated
 
 Array = jax.Array
 
@@ -21,7 +21,7 @@ def initial(split: SplitModel, init_loc_fn: Callable, key: Array) -> Array:
     data = split.dummy()
     params = split.constrain_theta(split.theta) | split.constants
     model = handlers.seed(handlers.substitute(split.model, data=params), key)
-    with validation_enabled(False):
+    with unvalidated():
         trace = handlers.trace(handlers.substitute(model, substitute_fn=init_loc_fn)).get_trace(
             **split.spec.kwargs(data)
         )
@@ -40,7 +40,7 @@ def unconstrained(
     model = handlers.substitute(split.model, data={**params, **values})
     others = lambda site: None if site["name"] in values else init_to_uniform(site)
     model = handlers.substitute(handlers.seed(model, jax.random.key(0)), substitute_fn=others)
-    with validation_enabled(False):
+    with unvalidated():
         trace = handlers.trace(model).get_trace(**split.spec.kwargs(data))
     flat, log_det = {}, {}
     for name, value in values.items():

@@ -1,6 +1,5 @@
 """The arguments of new units: what a prediction must be given, and what may be left out."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_fed.checks import unsaid
 from numpyro_fed.data.inputs import leaves
 from numpyro_fed.data.padding import Leaf
 from numpyro_fed.data.silos import Silos
@@ -52,8 +52,7 @@ def arguments(
     shared = {name: value for name, value in shared.items() if name not in expected}
     specs = {name: jax.tree.leaves(tree, is_leaf=_is_leaf) for name, tree in expected.items()}
     units = unit_axes(split)
-    with warnings.catch_warnings():  # numbers are converted to the silos' precision below
-        warnings.simplefilter("ignore", UserWarning)
+    with unsaid(UserWarning):  # numbers are converted to the silos' precision below
         given = Silos({where: {name: value for name, value in data.items() if value is not None}}).own(where)
 
     free = [name for name in expected if all(leaf.dtype and leaf.path not in used for leaf in specs[name])]

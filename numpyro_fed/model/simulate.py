@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions import biject_to
-from numpyro.distributions.distribution import validation_enabled
 
 from numpyro_fed.data.padding import SiloData, cut
 from numpyro_fed.data.silos import Silos, inside
@@ -28,6 +27,7 @@ from numpyro_fed.model.split_model import SplitModel
 from numpyro_fed.model.trace import PartitionError
 from numpyro_fed.pieces import jit
 from numpyro_fed.precision import ONCE
+from numpyro_fed.threads import unvalidated
 
 Array = jax.Array
 
@@ -87,7 +87,7 @@ class Simulator:
             theta: the model's params, unconstrained.
             z: the globals, unconstrained; None: a draw of their prior.
         """
-        with validation_enabled(False):
+        with unvalidated():
             try:
                 z, sites = self._prior(folded(key, SERVER), theta, z)
                 drawn = [self._of_bucket(b, key, z, theta) for b in range(len(self.stack.buckets))]
@@ -233,7 +233,7 @@ def _read(split: SplitModel) -> _Sources:
         drawn = forward_trace(split, values, split.theta, split.spec.kwargs(given), jax.random.key(0))
         return {s: trace[s]["value"] for s in observed}, {s: drawn[s]["value"] for s in (*observed, *latent)}
 
-    with validation_enabled(False):
+    with unvalidated():
         try:
             by_site, drawn = provenance(run, dict(zip(names, data.args, strict=True)))
         except NotImplementedError:

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro import handlers
 from numpyro.distributions import biject_to
-from numpyro.distributions.distribution import validation_enabled
 from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.data.padding import CallSpec, SiloData, cut
@@ -48,6 +47,7 @@ from numpyro_fed.model.layout import (
 from numpyro_fed.model.partition_table import Partition
 from numpyro_fed.model.probes import probes
 from numpyro_fed.model.trace import Model
+from numpyro_fed.threads import unvalidated
 
 Array = jax.Array
 
@@ -164,7 +164,7 @@ class SplitModel(NamedTuple):
 
     def _log_probs(self, values: dict, theta: dict, data: SiloData, discrete: dict | None = None) -> tuple[dict, dict]:
         model = self.substituted(values, theta, discrete)
-        with validation_enabled(False):  # padded and dummy rows need not be valid
+        with unvalidated():  # padded and dummy rows need not be valid
             log_probs, trace = compute_log_probs(model, (), self.spec.kwargs(data), {}, sum_log_prob=False)
         for name in values:  # the Jacobian of a constrained latent belongs to its site
             log_det = log_probs.pop(f"_{name}_log_det", None)
@@ -173,7 +173,7 @@ class SplitModel(NamedTuple):
         return log_probs, trace
 
     def _trace(self, values: dict, theta: dict, data: SiloData, discrete: dict | None = None) -> dict[str, dict]:
-        with validation_enabled(False):
+        with unvalidated():
             return handlers.trace(self.substituted(values, theta, discrete)).get_trace(**self.spec.kwargs(data))
 
     def trace_at_zero(self, data: SiloData) -> dict[str, dict]:

@@ -19,9 +19,10 @@ from numpyro.infer.util import helpful_support_errors
 
 from numpyro_fed.data.inputs import leaves
 from numpyro_fed.model.refusals import first_line, models_own, told
-from numpyro_fed.threads import separate_handlers
+from numpyro_fed.threads import separate_handlers, separate_validation
 
 separate_handlers()  # before the first model is traced
+separate_validation()
 
 Model = Callable[..., Any]
 Shape = tuple[int, ...]

@@ -7,7 +7,6 @@ everyone's survey is in (:mod:`numpyro_fed.run.survey`) it is told what all silo
 will be, and compiles the method as the server does.
 """
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 
 from numpyro_fed.algorithm import FederatedAlgorithm, Plan, Program
+from numpyro_fed.checks import unsaid
 from numpyro_fed.data.padding import SiloData
 from numpyro_fed.data.silos import Silos, at_silo
 from numpyro_fed.data.stack import Stack, stack_of
@@ -47,8 +47,7 @@ def zeros(described: Description) -> dict[str, Any]:
 
 def silos_like(described: Mapping[str, Description], shared: Mapping[str, Any], told: Mapping[str, Any]) -> Silos:
     """Silos of these shapes. ``told``: which of their ints are counts, which indices count from zero."""
-    with warnings.catch_warnings():  # said in the silo
-        warnings.simplefilter("ignore", UserWarning)
+    with unsaid(UserWarning):  # said in the silo
         silos = Silos({name: zeros(one) for name, one in described.items()}, shared=shared)
     silos.own_counts, silos.renumbered = frozenset(told["own_counts"]), frozenset(told["renumbered"])
     return silos

@@ -6,7 +6,6 @@ the quotient is exact where factors are normal and a first-order answer elsewher
 """
 
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -18,7 +17,7 @@ import pandas as pd
 
 from numpyro_fed import schedules
 from numpyro_fed.algorithm import PyTree
-from numpyro_fed.checks import VerdictWarning, check_count, check_key
+from numpyro_fed.checks import VerdictWarning, check_count, check_key, unsaid
 from numpyro_fed.data.inputs import shared_digest
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.model.layout import real_rows
@@ -121,9 +120,7 @@ def add(fit: F, rng_key: Any, silos: Silos, num_rounds: int) -> F:
     state = state._replace(server=posterior.joined(state.server, fit.state.server, places))
     run = fit.need_again().run
     first = {"check": False} if num_rounds else {}
-    with warnings.catch_warnings():
-        if num_rounds:  # what doubts are left is said at the end
-            warnings.simplefilter("ignore", VerdictWarning)
+    with unsaid(*[VerdictWarning] * bool(num_rounds)):  # what doubts are left is said at the end
         found = run(key, everyone, 1, schedule=schedules.fixed([silos.names]), init_state=state, **first)
     if num_rounds:
         on = run(key, everyone, num_rounds, init_state=found.state)

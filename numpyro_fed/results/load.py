@@ -5,7 +5,6 @@ back as it was, bit by bit.
 """
 
 import json
-import warnings
 import zipfile
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from numpyro_fed.algorithm import Posterior
-from numpyro_fed.checks import format_names
+from numpyro_fed.checks import format_names, unsaid
 from numpyro_fed.data.inputs import leaves, shared_digest
 from numpyro_fed.data.names import LazyNames
 from numpyro_fed.data.padding import call_spec, shared_arrays
@@ -201,8 +200,7 @@ def _told(silos: Silos, name: str) -> str:
 def _zeros(header: dict[str, Any], shared: Any) -> Silos:
     """Silos in the shapes of the file's."""
     zeros = lambda leaf: np.broadcast_to(np.zeros((), leaf["dtype"]), leaf["shape"])  # takes no memory
-    with warnings.catch_warnings():  # said when the fit was made
-        warnings.simplefilter("ignore", UserWarning)
+    with unsaid(UserWarning):  # said when the fit was made
         silos = Silos({name: decode(args, zeros) for name, args in header["silos"].items()}, shared=shared)
     silos.own_counts = frozenset(header["own_counts"])
     return silos

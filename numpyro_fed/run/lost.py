@@ -1,6 +1,5 @@
 """A silo that is lost for good leaves with its term: the run goes on with the others, and the fit says so."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.algorithm import Posterior
-from numpyro_fed.checks import VerdictWarning
+from numpyro_fed.checks import VerdictWarning, unsaid
 from numpyro_fed.engines.hearing import Gone
 from numpyro_fed.results.fit import Fit
 from numpyro_fed.results.state import State
@@ -50,8 +49,7 @@ def go_on(
         f"and left with its term: this is the posterior of the {len(rest)} other silo{'s' * (len(rest) > 1)}. Once it "
         "is back, run again with all of them, run(..., init_state=fit)"
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", VerdictWarning)  # said of the whole
+    with unsaid(VerdictWarning):  # said of the whole
         try:
             after = run(rest, state, reason)
         except SiloLostError as error:  # another, before it had done a round of its own
