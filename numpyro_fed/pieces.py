@@ -14,9 +14,11 @@ number by number instead, all of the batch at once: LAPACK takes longer to be ca
 >>> matrices = jnp.broadcast_to(4 * jnp.eye(8), (2_000, 8, 8))
 >>> bool(jnp.all(jit(solve)(matrices) == matrices)), "scan" in str(jit(solve).trace(matrices[:5]).jaxpr)
 (True, False)
+>>> ("scan" in str(jit(solve).trace(matrices).jaxpr)) == cut_by_jaxlib()
+True
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial, wraps
 from importlib.metadata import version
 from typing import Any
@@ -49,10 +51,19 @@ def cut_by_jaxlib() -> bool:
     return own < MENDED and jax.default_backend() == "cpu"
 
 
-def jit(function: Callable[..., Any], static_argnums: int | Sequence[int] = (), **options: Any) -> Any:
-    """``jax.jit``, for what evaluates a user's model: with large batches of matrices in pieces."""
+def jit(
+    function: Callable[..., Any],
+    static_argnums: int | Sequence[int] = (),
+    compiler_options: dict[str, Any] | None = None,
+) -> Any:
+    """``jax.jit``, for what evaluates a user's model: with large batches of matrices in pieces.
+
+    The function takes arguments by position; static ones are counted from the first.
+    """
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    return jax.jit(in_pieces(function, static), static_argnums=static, **options)
+    if any(place < 0 for place in static):
+        raise ValueError(f"static_argnums are counted from the first argument, 0, got {static}")
+    return jax.jit(in_pieces(function, static), static_argnums=static, compiler_options=compiler_options)
 
 
 def in_pieces(function: Callable[..., Any], static_argnums: Sequence[int] = ()) -> Callable[..., Any]:
@@ -61,7 +72,7 @@ def in_pieces(function: Callable[..., Any], static_argnums: Sequence[int] = ()) 
 
     @wraps(function)
     def run(*args: Any) -> Any:
-        if not cut_by_jaxlib():
+        if not cut_by_jaxlib() or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return function(*args)
         traced = inner.trace(*args)
         closed = rewritten(traced.jaxpr)
@@ -85,35 +96,55 @@ def unwrapped(closed: Any) -> Any:
 
 def rewritten(closed: Any) -> Any:
     """A traced function whose large batches are in pieces; itself, where it has none."""
-    if isinstance(closed, ClosedJaxpr):
-        jaxpr = rewritten(closed.jaxpr)
-        return closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr)
-    eqns = [_equation(eqn) for eqn in closed.eqns]
-    if all(new is old for new, old in zip(eqns, closed.eqns, strict=True)):
-        return closed
-    return closed.replace(eqns=eqns)
+    return _Rewriting().of(closed)
 
 
-def _equation(eqn: JaxprEqn) -> JaxprEqn:
-    if eqn.primitive.name in OPERATIONS:
-        num = uncut(eqn.primitive.name, [shape.shape for shape in _shapes(eqn)])
-        if num is None:
-            return eqn
-        by_number = BY_NUMBER.get(eqn.primitive.name) if _shapes(eqn)[0].shape[-1] <= FEW else None
-        return _call(eqn, partial(by_number, **eqn.params) if by_number else _loop(eqn, num))
-    params = {name: _inside(value) for name, value in eqn.params.items()}
-    return eqn if all(params[name] is eqn.params[name] for name in params) else eqn.replace(params=params)
+class _Rewriting:
+    """One pass over a traced function. What stands there several times is one object afterwards, too: lowered once."""
 
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}  # by its id: a function that is called, and what it became
+        self._calls: dict[Hashable, JaxprEqn] = {}
 
-def _inside(value: Any) -> Any:
-    """Of an equation's parameter: what it calls, loops over or chooses from."""
-    if isinstance(value, Jaxpr | ClosedJaxpr):
-        return rewritten(value)
-    if isinstance(value, tuple) and any(isinstance(each, Jaxpr | ClosedJaxpr) for each in value):
-        new = [_inside(each) for each in value]
-        if any(a is not b for a, b in zip(new, value, strict=True)):
-            return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
-    return value
+    def of(self, closed: Any) -> Any:
+        if id(closed) not in self._known:
+            self._known[id(closed)] = closed, self._anew(closed)
+        return self._known[id(closed)][1]
+
+    def _anew(self, closed: Any) -> Any:
+        if isinstance(closed, ClosedJaxpr):
+            jaxpr = self.of(closed.jaxpr)
+            return closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr)
+        eqns = [self._equation(eqn) for eqn in closed.eqns]
+        if all(new is old for new, old in zip(eqns, closed.eqns, strict=True)):
+            return closed
+        return closed.replace(eqns=eqns)
+
+    def _equation(self, eqn: JaxprEqn) -> JaxprEqn:
+        if eqn.primitive.name in OPERATIONS:
+            num = uncut(eqn.primitive.name, [shape.shape for shape in _shapes(eqn)])
+            return eqn if num is None else self._call(eqn, num)
+        params = {name: self._inside(value) for name, value in eqn.params.items()}
+        return eqn if all(params[name] is eqn.params[name] for name in params) else eqn.replace(params=params)
+
+    def _call(self, eqn: JaxprEqn, num: int) -> JaxprEqn:
+        """A function's call in the place of an equation."""
+        shapes = tuple((shape.shape, str(shape.dtype)) for shape in _shapes(eqn))
+        key = eqn.primitive, shapes, tuple(sorted((name, str(value)) for name, value in eqn.params.items()))
+        if key not in self._calls:
+            by_number = BY_NUMBER.get(eqn.primitive.name) if shapes[0][0][-1] <= FEW else None
+            self._calls[key] = _traced(eqn, partial(by_number, **eqn.params) if by_number else _loop(eqn, num))
+        return self._calls[key].replace(invars=eqn.invars, outvars=eqn.outvars)
+
+    def _inside(self, value: Any) -> Any:
+        """Of an equation's parameter: what it calls, loops over or chooses from."""
+        if isinstance(value, Jaxpr | ClosedJaxpr):
+            return self.of(value)
+        if isinstance(value, tuple) and any(isinstance(each, Jaxpr | ClosedJaxpr) for each in value):
+            new = [self._inside(each) for each in value]
+            if any(a is not b for a, b in zip(new, value, strict=True)):
+                return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
+        return value
 
 
 def uncut(name: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
@@ -125,14 +156,14 @@ def uncut(name: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
     *batch, rows, columns = shapes[0]
     right = int(np.prod(shapes[-1][len(batch) :], dtype=np.int64))
     most = max(1, UNCUT // max(1, OPERATIONS[name](max(rows, columns), right)))
-    return None if np.prod(batch, dtype=np.int64) <= most else most
+    return None if np.prod(batch, dtype=np.int64) <= most or not rows * columns else most
 
 
-def _call(eqn: JaxprEqn, function: Callable[..., Any]) -> JaxprEqn:
-    """A function's call in the place of an equation."""
+def _traced(eqn: JaxprEqn, function: Callable[..., Any]) -> JaxprEqn:
+    """The call of a function with the shapes that an equation takes."""
     with jax.enable_x64(True):
         (call,) = jax.make_jaxpr(jax.jit(function))(*_shapes(eqn)).eqns
-    return call.replace(invars=eqn.invars, outvars=eqn.outvars)
+    return call
 
 
 def _shapes(eqn: Any) -> list[jax.ShapeDtypeStruct]:

@@ -98,6 +98,8 @@ class ValidationByThread:
         if value not in (True, False):
             raise ValueError(f"validation is on or off, True or False, got {value!r}")
         self.default = bool(value)
+        if Distribution.__dict__.get("_validate_args") is not self:  # somebody has set it by hand
+            Distribution._validate_args = self.default
 
 
 def separate_validation() -> None:
@@ -109,7 +111,7 @@ def separate_validation() -> None:
 
 
 def unvalidated() -> Any:
-    """A context without validation of distributions, in this thread alone.
+    """A context without validation of distributions, in this thread alone, whatever is said of it in between.
 
     >>> import numpyro.distributions as dist
     >>> with unvalidated():

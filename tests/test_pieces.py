@@ -98,6 +98,60 @@ def test_shape_and_statics_stay(monkeypatch):
     assert found["root"].dtype == np.float32 and found["key"] == jax.random.key(0)
     np.testing.assert_allclose(found["root"] @ found["root"].mT, a, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(found["how"], 2 * a)
+    with pytest.raises(ValueError, match="counted from the first"):
+        pieces.jit(run, static_argnums=-1)
+
+
+@pytest.mark.skipif(not pieces.cut_by_jaxlib(), reason="this jaxlib cuts nothing")
+@pytest.mark.parametrize("d", [3, 6])
+def test_float64_in_a_program_of_float32(d, monkeypatch):
+    """Natural parameters beside a model: each in its own precision, also where a function is called twice."""
+    monkeypatch.setattr(pieces, "UNCUT", 100)
+    with jax.enable_x64(True):
+        single, double = matrices(20, d, np.float32)[0], matrices(20, d)[0]
+    root = jax.jit(jnp.linalg.cholesky)
+
+    def both(a, b):
+        with jax.enable_x64(True):
+            return root(a), root(b), root(b + 1), jax.lax.cond(b[0, 0, 0] > 0, root, jnp.linalg.inv, b)
+
+    with jax.enable_x64(True):
+        found = pieces.jit(both)(single, double)
+        assert [each.dtype for each in found] == [np.float32, np.float64, np.float64, np.float64]
+        np.testing.assert_allclose(found[0], np.linalg.cholesky(single), rtol=1e-4, atol=1e-4)
+        for one, other in zip(found[1:], (double, double + 1, double), strict=True):
+            np.testing.assert_allclose(one, np.linalg.cholesky(other), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.skipif(not pieces.cut_by_jaxlib(), reason="this jaxlib cuts nothing")
+@pytest.mark.parametrize("d", [3, 6])
+def test_what_is_called_often_is_lowered_once(d, monkeypatch):
+    """Twenty roots of matrices of one size: as many functions and loops as for one."""
+    monkeypatch.setattr(pieces, "UNCUT", 100)
+    a, _ = matrices(20, d, np.float32)
+    often = lambda num: lambda a: sum(jnp.linalg.cholesky(a + i) for i in range(num))
+    text = lambda num: pieces.jit(often(num)).lower(a).as_text()
+    for word in ("func.func", "stablehlo.while", "stablehlo.sqrt"):
+        assert text(20).count(word) == text(1).count(word)
+
+
+@pytest.mark.skipif(not pieces.cut_by_jaxlib(), reason="this jaxlib cuts nothing")
+def test_matrices_of_no_rows(monkeypatch):
+    monkeypatch.setattr(pieces, "UNCUT", 2)
+    assert pieces.jit(jnp.linalg.cholesky)(jnp.zeros((5, 0, 0))).shape == (5, 0, 0)
+
+
+def test_without_jit_there_are_values():
+    """``jax.disable_jit()`` is how a breakpoint in a model is met: by numbers, once."""
+    met = []
+
+    def function(x):
+        met.append(x)
+        return x * 2 if x[0] > 0 else x
+
+    with jax.disable_jit():
+        np.testing.assert_array_equal(pieces.jit(function)(np.ones(2, np.float32)), [2, 2])
+    assert len(met) == 1 and not isinstance(met[0], jax.core.Tracer)
 
 
 def test_nothing_is_done_where_nothing_is_cut(monkeypatch):
@@ -139,12 +193,14 @@ def test_a_model_of_many_matrices(monkeypatch):
         return fit, fit.sample_local(jax.random.key(1), 50, silo="york")
 
     calls_made: list[str] = []
-    make = pieces._call
-    monkeypatch.setattr(pieces, "_call", lambda eqn, f: calls_made.append(eqn.primitive.name) or make(eqn, f))
+    make = pieces._traced
+    monkeypatch.setattr(pieces, "_traced", lambda eqn, f: calls_made.append(eqn.primitive.name) or make(eqn, f))
     plain, own = fitted(0)
     assert "triangular_solve" in calls_made
     monkeypatch.setattr(pieces, "FEW", 1)
+    calls_made.clear()
     fit, own_in_pieces = fitted(1)
+    assert "triangular_solve" in calls_made
     assert fit.verdict.status == plain.verdict.status
     scale = np.sqrt(np.diagonal(plain.normal().covariance))
     assert np.max(np.abs(fit.normal().mean - plain.normal().mean) / scale) < 1e-3  # float32, summed in another order

@@ -122,6 +122,22 @@ def test_a_users_word_on_validation_holds() -> None:
     assert validates()
 
 
+def test_a_flag_that_was_set_by_hand() -> None:
+    """Whoever writes NumPyro's attribute itself finds that both ways to turn validation off still do."""
+    flag = dist.Distribution.__dict__["_validate_args"]
+    try:
+        dist.Distribution._validate_args = True
+        with unvalidated():
+            assert not validates()
+        assert validates()
+        numpyro.enable_validation(False)
+        assert not validates()
+    finally:
+        numpyro.enable_validation(True)
+        dist.Distribution._validate_args = flag
+    assert validates()
+
+
 def test_warnings_are_unsaid_in_one_thread_alone() -> None:
     """A calibration does not tell what its fits say; a fit in another thread does."""
     entered, said = threading.Barrier(2, timeout=10), threading.Barrier(2, timeout=10)

@@ -27,6 +27,7 @@ from numpyro_fed.guides.traced import (
 from numpyro_fed.memo import remembered
 from numpyro_fed.model.initial import unconstrained
 from numpyro_fed.model.split_model import SplitModel
+from numpyro_fed.pieces import jit
 
 Array = jax.Array
 DRAWS = 1000  # for mean and covariance of a guide that cannot tell them
@@ -134,9 +135,7 @@ class AutoGlobals:
 def drawn_moments(guide: Any, params: dict, base: GlobalBase) -> tuple[Array, Array | None, Array]:
     """Mean, Cholesky factor of the covariance (None above ``DRAWS`` / 4 dimensions) and conditional sds, from draws."""
     keys = jax.random.split(jax.random.key(0), DRAWS)
-    draws = np.asarray(
-        jax.jit(jax.vmap(lambda key: guide.rsample_with_log_prob(params, base, key)[0]))(keys), np.float64
-    )
+    draws = np.asarray(jit(jax.vmap(lambda key: guide.rsample_with_log_prob(params, base, key)[0]))(keys), np.float64)
     loc, d = draws.mean(axis=0), draws.shape[1]
     sd = np.maximum(draws.std(axis=0), 1e-3)  # a point has no spread, but a start needs one
     as_array = lambda value: jnp.asarray(value, base.loc.dtype)

@@ -13,7 +13,6 @@ Numbers are float32 and int32, or 64 bits wide when NumPyro's are.
 """
 
 import difflib
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -237,9 +236,8 @@ def _csv(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
     settings: dict[str, Any] = dict(sep=separator, encoding="utf-8-sig", skipinitialspace=True)
     header = pd.read_csv(path, nrows=0, **settings).columns
     _check_columns(path, names, header)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", pd.errors.DtypeWarning)  # a column of text is refused by name
-        return _arrays(pd.read_csv(path, usecols=list(dict.fromkeys(names)), **settings))
+    settings |= dict(low_memory=False)  # a column's type is that of all of it: no warning that parts differ
+    return _arrays(pd.read_csv(path, usecols=list(dict.fromkeys(names)), **settings))
 
 
 def _parquet(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
