@@ -14,6 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from laws.table import METHODS
 
 import numpyro_fed as nf
 from numpyro_fed.run import checkpoint, identity
@@ -241,8 +242,11 @@ def killed(name: str, path: Path, out: Path, when: int, where: str) -> int:
     return subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True).returncode
 
 
+MERGED = {"SFVI, no locals": pytest.mark.merge}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["EP", pytest.param("SFVI, no locals", marks=pytest.mark.merge), "FedAvg"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MERGED.get(name, ())) for name in METHODS])
 def test_killed_three_times(name: str, tmp_path: Path) -> None:
     """Processes that get no chance to say goodbye; the second in the middle of a write."""
     path, out, plain = tmp_path / "run", tmp_path / "out.npz", tmp_path / "plain.npz"
